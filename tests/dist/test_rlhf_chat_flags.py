@@ -50,7 +50,12 @@ def _run(rank: int, world: int, step: Any, options: dict[str, Any]) -> dict[str,
     engines: dict[str, Engine] = {}
     before: dict[str, dict[str, Tensor]] = {}
     found: dict[str, Any] = {"read": [], "lines": []}
-    build, build_frozen, save, load = models.build_engine, models.build_frozen_engine, steps.save_model, data._load_rows
+    build, build_frozen, save, load = (
+        models.build_engine,
+        models.build_frozen_engine,
+        models.save_model,
+        data._load_rows,
+    )
 
     def build_engine(*args: Any, name: str, **kwargs: Any) -> Engine:
         engines[name] = build(*args, name=name, **kwargs)
@@ -86,8 +91,8 @@ def _run(rank: int, world: int, step: Any, options: dict[str, Any]) -> dict[str,
     steps.log.addHandler(handler)
     steps.log.setLevel(logging.INFO)
     with ExitStack() as stack:
-        for module, new in ((steps, build_engine), (steps, build_frozen_engine), (steps, save_model)):
-            stack.enter_context(patch.object(module, new.__name__, new))
+        for new in (build_engine, build_frozen_engine, save_model):
+            stack.enter_context(patch.object(models, new.__name__, new))
         stack.enter_context(patch.object(data, "_load_rows", load_rows))
         steps.run_step(step, load_rlhf_config(options, step))
     steps.log.removeHandler(handler)

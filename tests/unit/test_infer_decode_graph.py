@@ -15,6 +15,7 @@ from tests.marks import nightly
 from tests.unit.infer_models import generate_ragged, tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.runners import torch_runner
+from thalweg.infer.runners.base import ModelInput, QuerySpan
 
 pytest.importorskip("transformers")
 REUSE_RANKS = True
@@ -127,11 +128,11 @@ def test_one_that_is_much_longer_than_the_others_is_not_padded_to(graphs: None) 
     """Padding would cost more than launches: 8 times 4096 keys, where 2580 are there."""
     model = tiny_decoder("llama", max_position_embeddings=4096)
     engine: Any = load_engine(model, EngineConfig(dtype="fp32", device="cpu", max_num_seqs=8), runner="torch")
-    batch = [torch_runner.QuerySpan(slot, 2500 if slot == 0 else 20, 1) for slot in range(5)]
+    batch = [QuerySpan(slot, 2500 if slot == 0 else 20, 1) for slot in range(5)]
     tables = [[slot] * 200 for slot in range(5)]
-    step = torch_runner.ModelInput([1] * 5, batch, range(5), tables)
+    step = ModelInput([1] * 5, batch, range(5), tables)
     assert engine.runner._run_graph(step) is None and engine.runner._graph_module is not None
-    assert engine.runner._run_graph(torch_runner.ModelInput([1] * 4, batch[1:], range(4), tables[1:])) is not None
+    assert engine.runner._run_graph(ModelInput([1] * 4, batch[1:], range(4), tables[1:])) is not None
 
 
 def test_a_capture_that_fails_says_why_once_and_steps_go_on(

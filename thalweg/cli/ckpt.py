@@ -39,21 +39,20 @@ def run(args: argparse.Namespace) -> int:
     """Run one action; 0 for success, 1 for damage found."""
     if not args.directory.exists():
         raise FileNotFoundError(f"{args.directory} does not exist; give the directory that was saved to")
-    if args.action == "verify":
-        return _verify(args.directory, args.tag, as_json=args.json)
     from thalweg.checkpoint.load import open_checkpoint
 
-    with open_checkpoint(args.directory, args.tag) as checkpoint:
-        if args.action == "inspect":
-            return _inspect(checkpoint, as_json=args.json, tensors=args.tensors)
-        return _export(checkpoint, args)
+    if args.action == "verify":
+        report, lines = _verify(args.directory, args.tag)
+    else:
+        with open_checkpoint(args.directory, args.tag) as checkpoint:
+            report, lines = (
+                _inspect(checkpoint, args.tensors) if args.action == "inspect" else _export(checkpoint, args)
+            )
+    print(json.dumps(report) if args.json else "\n".join(lines))
+    return 0 if report.get("sound", True) else 1
 
 
-def _print_report(report: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
-    print(json.dumps(report) if as_json else "\n".join(lines))
-
-
-def _inspect(checkpoint: Any, *, as_json: bool, tensors: bool) -> int:
+def _inspect(checkpoint: Any, tensors: bool) -> tuple[dict[str, Any], list[str]]:
     manifest = checkpoint.manifest
     kinds: dict[str, dict[str, int]] = {}
     for name, record in manifest.tensors.items():
@@ -88,11 +87,10 @@ def _inspect(checkpoint: Any, *, as_json: bool, tensors: bool) -> int:
     ]
     if tensors:
         lines += [f"  {name}  {r.dtype} {list(r.shape)}" for name, r in manifest.tensors.items()]
-    _print_report(report, lines, as_json=as_json)
-    return 0
+    return report, lines
 
 
-def _verify(directory: Path, tag: str | None, *, as_json: bool) -> int:
+def _verify(directory: Path, tag: str | None) -> tuple[dict[str, Any], list[str]]:
     from thalweg.checkpoint import Checkpoint, CorruptCheckpointError, FileSystem
     from thalweg.checkpoint.deepspeed import ForeignCheckpoint, find_foreign
     from thalweg.checkpoint.directory import find_paths
@@ -106,10 +104,8 @@ def _verify(directory: Path, tag: str | None, *, as_json: bool) -> int:
             path, tensors = str(checkpoint.path), len(checkpoint.manifest.tensors)
             size = sum(record.size for record in checkpoint.manifest.files.values())
     except CorruptCheckpointError as error:
-        report = {"path": str(directory), "sound": False}
         damaged = [{"file": None if foreign else "manifest.json", "tensor": None, "reason": str(error)}]
-        _print_report({**report, "damaged": damaged}, [f"damaged: {error}"], as_json=as_json)
-        return 1
+        return {"path": str(directory), "sound": False, "damaged": damaged}, [f"damaged: {error}"]
     report = {
         "path": path,
         "sound": not damage,
@@ -119,11 +115,10 @@ def _verify(directory: Path, tag: str | None, *, as_json: bool) -> int:
     }
     lines = [f"damaged: {d.reason}" for d in damage]
     lines.append(f"{path}: {'damaged' if damage else 'sound'}, {tensors} tensors, {format_bytes(size)} read")
-    _print_report(report, lines, as_json=as_json)
-    return 1 if damage else 0
+    return report, lines
 
 
-def _export(checkpoint: Any, args: argparse.Namespace) -> int:
+def _export(checkpoint: Any, args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from thalweg.checkpoint.export_hf import export_hf
     from thalweg.utils.dtypes import parse_dtype
 
@@ -131,7 +126,5 @@ def _export(checkpoint: Any, args: argparse.Namespace) -> int:
     out = args.out_option or args.out or args.directory / "hf"
     export_hf(checkpoint, out, dtype=dtype, max_shard_bytes=args.max_shard_bytes)
     files = {path.name: path.stat().st_size for path in sorted(out.iterdir()) if path.is_file()}
-    report = {"path": str(checkpoint.path), "out": str(out), "files": files}
     lines = [f"{checkpoint.path} -> {out}", *(f"  {name}  {format_bytes(size)}" for name, size in files.items())]
-    _print_report(report, lines, as_json=args.json)
-    return 0
+    return {"path": str(checkpoint.path), "out": str(out), "files": files}, lines

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -33,7 +32,7 @@ from typing import Literal
 import thalweg
 from thalweg.launch.cpu_affinity import assign_cores, cpu_quota, physical_cores, usable_cpus
 from thalweg.utils.procfs import available_host_memory, read_fields
-from thalweg.utils.versions import python_version_problem, torch_version_problem
+from thalweg.utils.versions import installed_version, python_version_problem, torch_version_problem
 
 _MIB, _GIB = 2**20, 2**30
 _EXTRAS = {
@@ -82,6 +81,11 @@ def run(args: argparse.Namespace) -> int:
     return int(failed)
 
 
+def _judge(name: str, found: str, cure: str = "") -> CheckResult:
+    """What has a cure is a warning."""
+    return CheckResult(name, "warn" if cure else "ok", found, cure)
+
+
 def _check_python() -> CheckResult:
     found = f"{platform.python_version()} at {sys.executable}"
     if not (problem := python_version_problem()):
@@ -121,11 +125,10 @@ def _check_processor() -> CheckResult:
     plan = assign_cores(2, cores, quota=quota)
     found = f"{len(cores)} cores, {len(cpus)} hardware threads" + (f", quota {quota:g}" if quota else "")
     found += f"; `thalweg run --nproc 2` gives each rank {plan.num_threads} thread(s)"
-    if "OMP_NUM_THREADS" in os.environ:
-        threads = os.environ["OMP_NUM_THREADS"]
-        found += f"; OMP_NUM_THREADS={threads} is set"
-        return CheckResult("processor", "warn", found, "unset it to let `thalweg run` share out")
-    return CheckResult("processor", "ok", found)
+    if (threads := os.environ.get("OMP_NUM_THREADS")) is None:
+        return _judge("processor", found)
+    found += f"; OMP_NUM_THREADS={threads} is set"
+    return _judge("processor", found, "unset it to let `thalweg run` share out")
 
 
 def _check_cpu_features() -> CheckResult:
@@ -133,10 +136,9 @@ def _check_cpu_features() -> CheckResult:
     flags = set(cpu.get("flags", cpu.get("Features", "")).split())
     found = [flag for flag in _CPU_FLAGS if flag in flags]
     if not found:
-        return CheckResult("processor features", "ok", f"{platform.machine()}, nothing known of its vector units")
-    if "avx512_bf16" in flags or "amx_bf16" in flags or "bf16" in flags:
-        return CheckResult("processor features", "ok", ", ".join(found))
-    return CheckResult("processor features", "warn", ", ".join(found), "bf16 is emulated here: train in fp32")
+        return _judge("processor features", f"{platform.machine()}, nothing known of its vector units")
+    cure = "" if flags & {"avx512_bf16", "amx_bf16", "bf16"} else "bf16 is emulated here: train in fp32"
+    return _judge("processor features", ", ".join(found), cure)
 
 
 def _check_cpu_kernels() -> CheckResult:
@@ -145,41 +147,36 @@ def _check_cpu_kernels() -> CheckResult:
     isa, reason = cpu_kernels.host_isa(), cpu_kernels.unsupported_reason()
     if isa is None:
         cure = "pip install 'thalweg[native]'" if "llvmlite" in reason else "serve on a processor of these kinds"
-        return CheckResult("inference kernels", "warn", f"torch's operators, several times slower: {reason}", cure)
-    return CheckResult("inference kernels", "ok", f"CPU kernels for {isa.name}")
+        return _judge("inference kernels", f"torch's operators, several times slower: {reason}", cure)
+    return _judge("inference kernels", f"CPU kernels for {isa.name}")
 
 
 def _check_memory() -> CheckResult:
     available = available_host_memory()
     if available is None:
-        return CheckResult("memory", "ok", "unknown on this system")
+        return _judge("memory", "unknown on this system")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found = f"{available / _GIB:.1f} GiB available to this process, of the machine's {total / _GIB:.1f}"
-    if available < 2 * _GIB:
-        return CheckResult("memory", "warn", found, "two ranks of a small model want 2 GiB: end other programs")
-    return CheckResult("memory", "ok", found)
+    cure = "two ranks of a small model want 2 GiB: end other programs" if available < 2 * _GIB else ""
+    return _judge("memory", found, cure)
 
 
 def _check_shared_memory() -> CheckResult:
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:
-        return CheckResult("shared memory", "warn", "no /dev/shm", "collectives go over sockets, which is slower")
+        return _judge("shared memory", "no /dev/shm", "collectives go over sockets, which is slower")
     found = f"{usage.free / _GIB:.2f} GiB free of {usage.total / _GIB:.2f} in /dev/shm"
     if not os.access("/dev/shm", os.W_OK):
-        return CheckResult("shared memory", "warn", f"{found}, not writable", "make /dev/shm writable for this user")
-    if usage.free < 512 * _MIB:
-        cure = "in a container: --shm-size=8g; shared-memory collectives want the model's size in bytes"
-        return CheckResult("shared memory", "warn", found, cure)
-    return CheckResult("shared memory", "ok", found)
+        return _judge("shared memory", f"{found}, not writable", "make /dev/shm writable for this user")
+    cure = "in a container: --shm-size=8g; shared-memory collectives want the model's size in bytes"
+    return _judge("shared memory", found, cure if usage.free < 512 * _MIB else "")
 
 
 def _check_limits() -> CheckResult:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{soft} open files"
-    if soft != resource.RLIM_INFINITY and soft < 1024:
-        return CheckResult("limits", "warn", found, "ulimit -n 4096")
-    return CheckResult("limits", "ok", found)
+    too_few = soft != resource.RLIM_INFINITY and soft < 1024
+    return _judge("limits", f"{soft} open files", "ulimit -n 4096" if too_few else "")
 
 
 def _check_loopback() -> CheckResult:
@@ -215,21 +212,14 @@ def _check_extras() -> CheckResult:
         missing = [name for name in names if importlib.util.find_spec(name) is None]
         (absent if missing else present).append(extra)
     found = f"installed: {', '.join(present) or 'none'}" + (f"; not installed: {', '.join(absent)}" if absent else "")
-    if "demo" in absent:
-        return CheckResult("extras", "warn", found, "`thalweg demo` wants pip install 'thalweg[demo]'")
-    return CheckResult("extras", "ok", found)
+    return _judge("extras", found, "`thalweg demo` wants pip install 'thalweg[demo]'" if "demo" in absent else "")
 
 
 def _check_core_packages() -> CheckResult:
-    found, missing = [], []
-    for name in ("safetensors", "numpy", "pydantic", "tqdm"):
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            missing.append(name)
-    if missing:
+    versions = {name: installed_version(name) for name in ("safetensors", "numpy", "pydantic", "tqdm")}
+    if missing := [name for name, version in versions.items() if version is None]:
         return CheckResult("packages", "fail", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
-    return CheckResult("packages", "ok", ", ".join(found))
+    return _judge("packages", ", ".join(f"{name} {version}" for name, version in versions.items()))
 
 
 def _check_disk() -> CheckResult:
@@ -242,11 +232,10 @@ def _check_disk() -> CheckResult:
             refused.append(f"{label} ({folder}): {error.strerror}")
     free = shutil.disk_usage(os.getcwd()).free / _GIB
     if refused:
-        return CheckResult("disk", "warn", "; ".join(refused), "change to a folder you may write to, or set TMPDIR")
+        return _judge("disk", "; ".join(refused), "change to a folder you may write to, or set TMPDIR")
     if free < 1:
-        cure = "checkpoints want three times the model: free some"
-        return CheckResult("disk", "warn", f"{free:.2f} GiB free here", cure)
-    return CheckResult("disk", "ok", f"writable, {free:.0f} GiB free here")
+        return _judge("disk", f"{free:.2f} GiB free here", "checkpoints want three times the model: free some")
+    return _judge("disk", f"writable, {free:.0f} GiB free here")
 
 
 CHECKS: tuple[Callable[[], CheckResult], ...] = (

@@ -19,16 +19,7 @@ import sys
 from dataclasses import fields
 from typing import Any
 
-from thalweg.rlhf.config import (
-    ALIASES,
-    IGNORED,
-    REFUSED,
-    STEPS,
-    SWITCHES,
-    RLHFConfig,
-    load_rlhf_config,
-    read_mapping,
-)
+from thalweg.rlhf import config as rlhf_config
 from thalweg.utils.env import DEVICE_VARIABLE
 
 PARSER_OPTIONS = {"allow_abbrev": False}
@@ -39,7 +30,7 @@ _OF_THE_RUN = {"algorithm": "ppo", "nproc": 1, "device": "auto"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand: :class:`RLHFConfig`'s fields, by their own names."""
-    parser.add_argument("step", choices=(*STEPS, "all"), help="what to run")
+    parser.add_argument("step", choices=(*rlhf_config.STEPS, "all"), help="what to run")
     parser.add_argument("--config", metavar="FILE", help="a JSON file of options")
     parser.add_argument("--algorithm", choices=ALGORITHMS, help="what follows SFT in `all` (ppo)")
     parser.add_argument(
@@ -48,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks on this host (1)")
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, ... (auto: the accelerator)")
     unset: dict[str, Any] = {"default": argparse.SUPPRESS}
-    options = {each.name: each for each in fields(RLHFConfig)}
-    for name, own in ({name: name for name in options} | ALIASES).items():
+    options = {each.name: each for each in fields(rlhf_config.RLHFConfig)}
+    for name, own in ({name: name for name in options} | rlhf_config.ALIASES).items():
         each = options[own]
         help_text = each.metadata["help"].replace("%", "%%") + f" ({each.default!r})"
         how: dict[str, Any] = {"help": help_text if name == own else argparse.SUPPRESS, **unset}
@@ -66,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             how |= {"dest": name, "help": argparse.SUPPRESS}
             parser.add_argument(f"--{name.replace('_', '-')}", **how)
     hidden: dict[str, Any] = {"nargs": "?", "const": True, "type": _parse_value, "help": argparse.SUPPRESS, **unset}
-    for name in sorted({*IGNORED, *REFUSED, *SWITCHES}):
+    for name in sorted({*rlhf_config.IGNORED, *rlhf_config.REFUSED, *rlhf_config.SWITCHES}):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", **hidden)
 
 
@@ -83,12 +74,12 @@ def run(args: argparse.Namespace) -> int:
     flags = {key: value for key, value in vars(args).items() if key not in own}
     if args.only and args.step != "all":
         raise ValueError(f"--step chooses of `thalweg rlhf all`: leave it out of {args.step}")
-    options = read_mapping(args.config)
+    options = rlhf_config.read_mapping(args.config)
     in_file = {key: options.pop(key, default) for key, default in _OF_THE_RUN.items()}
     algorithm, nproc, device = (getattr(args, key) or in_file[key] for key in _OF_THE_RUN)
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm is {algorithm!r}; it may be {', '.join(ALGORITHMS)}")
-    config = load_rlhf_config(options, algorithm if args.step == "all" else args.step, **flags)
+    config = rlhf_config.load_rlhf_config(options, algorithm if args.step == "all" else args.step, **flags)
     if device != "auto":
         os.environ[DEVICE_VARIABLE] = device
     if nproc > 1 and "RANK" not in os.environ:

@@ -165,14 +165,10 @@ def _build_spec(args: argparse.Namespace) -> LaunchSpec:
         target=target,
         arguments=tuple(args.passthrough[1:]),
         kind="program" if args.no_python else "module" if args.module else "script",
-        nproc=args.nproc,
-        threads=args.threads,
-        cores=args.cores,
         bind=not args.no_bind,
-        master_port=args.master_port,
-        grace=args.grace,
         environ=_added_environ(args),
         max_restarts=(100 if args.elastic_training else 0) if args.max_restarts is None else args.max_restarts,
+        **{name: getattr(args, name) for name in ("nproc", "threads", "cores", "master_port", "grace")},
     )
 
 

@@ -22,8 +22,8 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from thalweg.cli.arguments import int_at_least, log_stderr
 from thalweg.cli.engine_args import add_engine_arguments, build_engine_spec
@@ -87,21 +87,18 @@ def run(args: argparse.Namespace) -> int:
     options = ServeOptions(
         model=args.name or folder.name or args.model,
         aliases=() if args.name else (args.model,),
-        host=args.host,
-        port=args.port,
         api_keys=read_api_keys(args),
         num_replicas=args.replicas,
         deployment_name=args.deployment,
         tls_cert=args.ssl_certfile,
         tls_key=args.ssl_keyfile,
-        drain_seconds=args.drain_seconds,
-        request_seconds=args.request_seconds,
         pool_limits=PoolLimits(
             max_outstanding=max(args.replicas, len(args.replica)) * args.max_num_seqs + args.max_queue,
             stall_seconds=args.stall_seconds,
             start_seconds=args.start_seconds,
         ),
         body_limits=BodyLimits(max_bytes=args.body_bytes),
+        **{name: getattr(args, name) for name in ("host", "port", "drain_seconds", "request_seconds")},
     )
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each client that leaves
     with contextlib.ExitStack() as stack:
@@ -122,7 +119,8 @@ def run(args: argparse.Namespace) -> int:
         def make_tokenizer() -> ChatTokenizer:
             return load_chat_tokenizer(args.model, engine_spec.loader, template, args.trust_remote_code)
 
-        launcher = ProcessLauncher(engine_spec, _make_placements(args))
+        cpu_shares, environ = _place_replicas(args)
+        launcher = ProcessLauncher(engine_spec, cpu_shares, **environ)
         asyncio.run(serve(options, launcher, make_tokenizer, on_ready))
     return 0
 
@@ -160,15 +158,13 @@ def read_api_keys(args: argparse.Namespace) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def _make_placements(args: argparse.Namespace) -> tuple[Any, ...]:
+def _place_replicas(args: argparse.Namespace) -> tuple[Sequence[Sequence[int]], dict[str, str]]:
     """Deal the cores to the replicas as `thalweg run` deals them to ranks; one replica is not bound."""
     from thalweg.launch.cpu_affinity import assign_cores, cpu_quota, physical_cores, usable_cpus
-    from thalweg.serve.replicas.launcher import ReplicaResources
 
     plan = assign_cores(args.replicas, physical_cores(usable_cpus()), quota=cpu_quota(), bind=args.replicas > 1)
     threads = str(args.threads or os.environ.get("OMP_NUM_THREADS") or plan.num_threads)
     environ = {"OMP_NUM_THREADS": threads}
     if sys.platform.startswith("linux"):
         environ["THP_MEM_ALLOC_ENABLE"] = os.environ.get("THP_MEM_ALLOC_ENABLE", "1")
-    cpus = plan.cpus or ((),) * args.replicas
-    return tuple(ReplicaResources(share, environ) for share in cpus)
+    return plan.cpus or ((),) * args.replicas, environ

@@ -158,10 +158,8 @@ def from_deepspeed_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     ``tensor_parallel`` (``{"tp_size": n}`` or n), ``mp_size``, ``moe`` (``ep_size``), ``max_out_tokens``; besides them
     every option by any of its names.  Raises ValueError for a value that cannot be.
     """
-    left: dict[str, Any] = dict(settings)
-    for key in _DEEPSPEED["nullable"]:
-        if key in left and left[key] is None:
-            del left[key]
+    nullable = _DEEPSPEED["nullable"]
+    left = {key: value for key, value in settings.items() if value is not None or key not in nullable}
     if left.pop("checkpoint", None):
         raise ValueError("checkpoint: load the weights into the model first, or pass a model directory")
     options = _parse_zero_section(left.pop("zero", None) or left.pop("zero_optimization", None) or {})
@@ -173,8 +171,6 @@ def from_deepspeed_config(settings: Mapping[str, Any]) -> dict[str, Any]:
             options["max_model_len"] = int(length)
     bits = _parse_quant_bits(left.pop("quant", None))
     left = rename_aliases(left)
-    if left.get("dtype", "auto") is None:
-        del left["dtype"]
     if "dtype" in left:
         dtype = str(left["dtype"]).removeprefix("torch.").lower()
         left["dtype"] = dtype

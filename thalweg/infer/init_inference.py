@@ -166,8 +166,7 @@ def init_inference(
     weights_id = model_path = None
     if isinstance(model, str | Path):
         model_path = model
-        device = str(resolve_device(options.get("device", "auto")))
-        options["device"] = device
+        device = options["device"] = str(resolve_device(options.get("device", "auto")))
         # Weights that are packed or offloaded come to the device from the host; else the engine uses the module's own.
         if options.get("quantization") or options.get("weight_offload"):
             device = "cpu"

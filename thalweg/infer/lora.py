@@ -112,7 +112,8 @@ def _stack_weights(layer: LinearSpec, adapter: Mapping[nn.Module, LoraWeights]) 
     downs = [pair[0] for pair in pairs if pair is not None]
     if not downs:
         return None
-    sizes = [_out_features(module) for module in layer.modules]
+    modules: Any = layer.modules
+    sizes = [module.weight.shape[1 if type(module).__name__ == "Conv1D" else 0] for module in modules]
     up = torch.zeros(sum(len(down) for down in downs), sum(sizes))
     row = column = 0
     for pair, size in zip(pairs, sizes, strict=True):
@@ -124,7 +125,3 @@ def _stack_weights(layer: LinearSpec, adapter: Mapping[nn.Module, LoraWeights]) 
             row += len(pair[0])
         column += size
     return torch.cat(downs), up if layer.output_permutation is None else up[:, layer.output_permutation]
-
-
-def _out_features(module: Any) -> int:
-    return module.weight.shape[1 if type(module).__name__ == "Conv1D" else 0]

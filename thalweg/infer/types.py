@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 # ``stop``: an end token or a stop string; ``length``: ``max_tokens`` or the model's length is reached.
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -169,18 +169,6 @@ def check_prompt(prompt: Sequence[int], vocab_size: int) -> None:
         raise ValueError(f"the prompt has tokens outside of 0 to {vocab_size - 1}")
 
 
-def batch_prompts(prompts: Iterable[list[int]], max_prompts: int, max_tokens: int) -> Iterator[list[list[int]]]:
-    """Cut a list of prompts into those that are computed together; one that is too long for that is alone."""
-    batch: list[list[int]] = []
-    for prompt in prompts:
-        if batch and (len(batch) == max_prompts or sum(map(len, batch)) + len(prompt) > max_tokens):
-            yield batch
-            batch = []
-        batch.append(prompt)
-    if batch:
-        yield batch
-
-
 @dataclass(frozen=True)
 class Request:
     """One prompt, as token ids, and what to make of it."""
@@ -264,6 +252,11 @@ class SequenceResult:
         if output.finish_reason is not None:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
 
+    def to_output(self, index: int) -> RequestOutput:
+        """Return all that sample ``index`` of a request generated as one output."""
+        prompt_logprobs, reason = self.prompt_logprobs or None, self.finish_reason
+        return RequestOutput("", index, (), self.text, tuple(self.logprobs), prompt_logprobs, reason, self.stop_reason)
+
 
 def collect_results(outputs: Generator[RequestOutput], failure: str) -> dict[tuple[str, int], SequenceResult]:
     """Return what came of each sequence, by request and index; RuntimeError, which begins with ``failure``, where a
@@ -329,9 +322,8 @@ class ModelMetadata:
     adapters: tuple[str, ...] = ()
 
 
-@runtime_checkable
-class EngineCore(Protocol):
-    """A model that works off requests.  Belongs to one thread."""
+class EngineCore:
+    """A model that works off requests; as it stands here, an encoder, which takes none.  Belongs to one thread."""
 
     metadata: ModelMetadata
     # A Hugging Face tokenizer (``encode``, ``decode``, ``apply_chat_template``), or None.
@@ -343,11 +335,10 @@ class EngineCore(Protocol):
         Raises ValueError, and leaves the engine as it was, when the request can never run: an empty prompt,
         one that leaves no room to generate, a token outside the vocabulary, a name in use, no such adapter.
         """
-        ...
+        raise ValueError(f"{self.metadata.name} is an encoder and generates nothing: use embed")
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free what it holds; no further outputs come.  Unknown names are ignored."""
-        ...
 
     def step(self) -> list[RequestOutput]:
         """Run the model once and return what every sequence got; empty when there is no work.
@@ -355,23 +346,22 @@ class EngineCore(Protocol):
         A failure that concerns one request is that request's output with ``finish_reason`` ``error``; an
         exception means that the engine is broken.
         """
-        ...
+        return []
 
     def has_work(self) -> bool:
         """Whether a request is queued or running."""
-        ...
+        return False
 
     def stats(self) -> EngineStats:
         """Return the gauges and counters; cheap."""
-        ...
+        raise NotImplementedError
 
     def embed(self, prompts: Sequence[Sequence[int]]) -> Any:
         """Return embeddings, fp32 (len(prompts), width): the mean over tokens of the last hidden states.
 
         Raises ValueError where the model offers none.
         """
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """Free everything; what is still queued is dropped."""
-        ...

@@ -44,9 +44,8 @@ def commit(directory: str | Path, step: int, engines: Mapping[str, Engine], stat
         io.rename(temporary, directory / _MANIFEST)
         io.fsync_dir(directory)
         for name in engines:
-            for other in list_if_there(io, directory / name):
-                if other != tag:
-                    remove_tree(io, directory / name / other)
+            for other in set(list_if_there(io, directory / name)) - {tag}:
+                remove_tree(io, directory / name / other)
     dist.barrier(group)
 
 

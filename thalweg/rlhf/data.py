@@ -96,7 +96,7 @@ def encode_answer(tokenizer: Any, example: Example, column: str = "chosen") -> l
     return whole[len(encode_prompt(tokenizer, example)) :]
 
 
-class AnswerDataset(Dataset[dict[str, list[int]]]):
+class AnswerDataset(Dataset[Any]):
     """Examples as tokens: ``prompt`` and an answer for each of ``columns``; rows of ``max_length`` tokens at most.
 
     An answer that does not fit is cut at its end, a prompt that leaves none room is left out.
@@ -105,7 +105,7 @@ class AnswerDataset(Dataset[dict[str, list[int]]]):
     def __init__(
         self, examples: Sequence[Example], tokenizer: Any, max_length: int, columns: Sequence[str] = ("chosen",)
     ) -> None:
-        self.pad_id, self.columns, self.rows = pad_token_id(tokenizer), tuple(columns), list[dict[str, list[int]]]()
+        self.pad_id, self.columns, self.rows = pad_token_id(tokenizer), tuple(columns), list[Any]()
         for example in examples:
             prompt = encode_prompt(tokenizer, example)
             if len(prompt) < max_length - 1:
@@ -117,10 +117,10 @@ class AnswerDataset(Dataset[dict[str, list[int]]]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
+    def __getitem__(self, index: int) -> Any:
         return self.rows[index]
 
-    def collate(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
+    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
         """Pad rows on the right: ``input_ids``, ``attention_mask``, ``response_mask``, all of the first column's rows
         before those of the second's."""
         prompts = [row["prompt"] for _ in self.columns for row in rows]
@@ -129,22 +129,17 @@ class AnswerDataset(Dataset[dict[str, list[int]]]):
         return dict(zip(names, pad_sequences(prompts, answers, self.pad_id), strict=True))
 
 
-class PackedAnswers(Dataset[list[dict[str, list[int]]]]):
-    """Examples gathered to rows of ``max_length`` tokens at most, the longest first, each where there is room."""
+class PackedAnswers(AnswerDataset):
+    """Examples gathered, so that a row of this dataset is a list of them, of ``max_length`` tokens at most: the longest
+    first, each where there is room."""
 
     def __init__(self, data: AnswerDataset, max_length: int) -> None:
-        self.data = data
-        self.bins = first_fit(data.rows, lambda row: len(row["prompt"]) + len(row["chosen"]), max_length)
+        self.pad_id, self.columns = data.pad_id, data.columns
+        self.rows = first_fit(data.rows, lambda row: len(row["prompt"]) + len(row["chosen"]), max_length)
 
-    def __len__(self) -> int:
-        return len(self.bins)
-
-    def __getitem__(self, index: int) -> list[dict[str, list[int]]]:
-        return self.bins[index]
-
-    def collate(self, bins: Sequence[list[dict[str, list[int]]]]) -> dict[str, Tensor]:
-        """As :meth:`AnswerDataset.collate`: the model's rows are laid out anew (:mod:`.packing`)."""
-        return self.data.collate([row for rows in bins for row in rows])
+    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        """As of the examples one by one: the model's rows are laid out anew (:mod:`.packing`)."""
+        return super().collate([example for row in rows for example in row])
 
 
 def first_fit(items: Sequence[_Item], get_width: Callable[[_Item], int], width: int) -> list[list[_Item]]:

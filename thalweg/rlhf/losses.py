@@ -167,14 +167,7 @@ def importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tenso
     return (logprobs - behaviour_logprobs).masked_fill(~mask, 0.0).exp().clamp(max=cap)
 
 
-def value_loss(
-    values: Tensor,
-    old_values: Tensor,
-    returns: Tensor,
-    mask: Tensor,
-    *,
-    clip_range: float,
-) -> Tensor:
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip_range: float) -> Tensor:
     """Half the squared error, of the value or of one that moves at most ``clip_range`` from the old: the larger."""
     values = _widen(values)
     clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)

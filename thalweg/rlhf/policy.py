@@ -36,17 +36,9 @@ from thalweg.engine import Engine
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.types import SamplingParams
 from thalweg.parallel_dims import control_group
-from thalweg.rlhf import checkpoint, losses
+from thalweg.rlhf import checkpoint, losses, models
 from thalweg.rlhf.config import RLHFConfig
 from thalweg.rlhf.data import AnswerDataset, Example, PromptSource, pad_token_id
-from thalweg.rlhf.models import (
-    all_reduce_on_host,
-    as_reference,
-    mean_over_ranks,
-    rollout_logprobs,
-    rollout_values,
-    update_ema,
-)
 from thalweg.rlhf.packing import forward_rows, response_logprobs
 from thalweg.rlhf.rollout import Rollout, RolloutAhead, generate_rollout
 from thalweg.rlhf.rollout_ranks import RolloutRanks
@@ -83,7 +75,7 @@ def reward_from_model(engine: Engine, batch_size: int) -> RewardFn:
     """A reward model's score of prompt and response, at the last token."""
 
     def score(rollout: Rollout, *_: Any) -> Tensor:
-        return losses.end_scores(rollout_values(engine, rollout, batch_size), rollout.attention_mask)
+        return losses.end_scores(models.rollout_values(engine, rollout, batch_size), rollout.attention_mask)
 
     return score
 
@@ -183,9 +175,9 @@ class GRPOTrainer:
                 updates.append(self.update(experience[first : first + rows]))
         metrics |= {key: sum(each[key] for each in updates) / len(updates) for key in updates[0]}
         if self.ema is not None:
-            update_ema(self.ema, self.actor, self.config.ema_decay)
+            models.update_ema(self.ema, self.actor, self.config.ema_decay)
         self.iteration += 1
-        return mean_over_ranks(metrics, self.group)
+        return models.mean_over_ranks(metrics, self.group)
 
     def _items(self, iteration: int) -> list[tuple[list[int], Example]]:
         return self.prompts.take(iteration, self.config.num_prompts, self.rank, self.num_ranks)
@@ -240,9 +232,9 @@ class GRPOTrainer:
         scores = self.reward(rollout, prompts, responses, examples).float()
         if self._tensor_group is not None:  # a function need not say the same everywhere
             dist.broadcast(scores, group_src=0, group=control_group(self._tensor_group, scores.device))
-        logprobs = rollout_logprobs(self.actor, rollout, size, config.temperature)
-        with as_reference(self.reference, self.actor) as engine:
-            reference_logprobs = rollout_logprobs(engine, rollout, size, config.temperature)
+        logprobs = models.rollout_logprobs(self.actor, rollout, size, config.temperature)
+        with models.as_reference(self.reference, self.actor) as engine:
+            reference_logprobs = models.rollout_logprobs(engine, rollout, size, config.temperature)
         experience = self.advantages(Experience(rollout, scores, logprobs, reference_logprobs, torch.empty(0)))
         mask, ahead = rollout.mask, {}
         if config.rollout_ahead:
@@ -373,14 +365,14 @@ class PPOTrainer(GRPOTrainer):
     def advantages(self, experience: Experience) -> Experience:
         """Generalised advantages of the penalised rewards, whitened over all ranks' tokens."""
         config, rollout, mask = self.config, experience.rollout, experience.rollout.mask
-        values = rollout_values(self.critic, rollout, config.per_device_train_batch_size)[:, :-1]
+        values = models.rollout_values(self.critic, rollout, config.per_device_train_batch_size)[:, :-1]
         logprobs, reference = experience.logprobs, experience.reference_logprobs
         rewards = losses.kl_penalized_rewards(
             experience.scores, logprobs, reference, mask, kl_coef=self.kl.coef, clip=config.reward_clip
         )
         advantages, returns = losses.gae(rewards, values, mask, gamma=config.gamma, lam=config.lam)
-        advantages = losses.whiten(advantages, mask, partial(all_reduce_on_host, group=self.group))
-        sizes = mean_over_ranks({"kl": float((logprobs - reference).sum(1).mean())}, self.group)
+        advantages = losses.whiten(advantages, mask, partial(models.all_reduce_on_host, group=self.group))
+        sizes = models.mean_over_ranks({"kl": float((logprobs - reference).sum(1).mean())}, self.group)
         self.kl.update(sizes["kl"], len(rollout) * self.num_ranks)
         return dataclasses.replace(experience, advantages=advantages, values=values, returns=returns)
 

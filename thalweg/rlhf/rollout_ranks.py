@@ -87,11 +87,7 @@ class RolloutRanks:
     # The side that trains
 
     def begin(
-        self,
-        version: int,
-        actor: Engine,
-        arguments: Mapping[str, Any],
-        join: Callable[[Rollout], Rollout],
+        self, version: int, actor: Engine, arguments: Mapping[str, Any], join: Callable[[Rollout], Rollout]
     ) -> RolloutAhead:
         """Hand over the actor's weights and :func:`.rollout.generate_rollout`'s arguments; collective.  ``join``: as
         :meth:`.RolloutAhead.begin`'s."""

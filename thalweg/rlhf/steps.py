@@ -24,22 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from thalweg.data.batches import cycle
 from thalweg.engine import Engine
 from thalweg.parallel_dims import init_distributed
-from thalweg.rlhf import checkpoint, losses
+from thalweg.rlhf import checkpoint, losses, models
 from thalweg.rlhf.config import RLHFConfig, Step, load_rlhf_config
 from thalweg.rlhf.data import AnswerDataset, PackedAnswers, PromptSource, load_examples
-from thalweg.rlhf.models import (
-    ValueModel,
-    adapt,
-    as_reference,
-    build_engine,
-    build_frozen_engine,
-    load_policy,
-    load_tokenizer,
-    mean_over_ranks,
-    num_data_ranks,
-    num_tensor_ranks,
-    save_model,
-)
 from thalweg.rlhf.packing import forward_rows, response_logprobs
 from thalweg.rlhf.policy import GRPOTrainer, PPOTrainer, RewardFn, reward_from_function, reward_from_model
 from thalweg.rlhf.report import RunLog, write_report_of_steps
@@ -61,14 +48,14 @@ def run_step(step: Step, config: RLHFConfig) -> Path:
         log.info("%s is done: %s", step, model)
         return model
     torch.manual_seed(config.seed)
-    tokenizer = load_tokenizer(_find_model(step, config))
+    tokenizer = models.load_tokenizer(_find_model(step, config))
     train = _train_supervised if step in ("sft", "reward", "dpo") else _train_policy
     with ExitStack() as engines:
         trained = train(step, config, tokenizer, folder, engines)
         if "ema" in trained:
-            save_model(trained["ema"], tokenizer, folder / "model_ema")
+            models.save_model(trained["ema"], tokenizer, folder / "model_ema")
         if "model" in trained:  # a rank that only generates has none
-            save_model(trained["model"], tokenizer, model)
+            models.save_model(trained["model"], tokenizer, model)
     return model
 
 
@@ -124,7 +111,7 @@ def _train_supervised(
     data: Any = AnswerDataset(examples, tokenizer, config.max_seq_len, columns)
     if config.packing and step == "sft":
         data = PackedAnswers(data, config.max_seq_len)
-    num_ranks = num_data_ranks(config, dist.get_world_size())
+    num_ranks = models.num_data_ranks(config, dist.get_world_size())
     size = config.per_device_train_batch_size * config.gradient_accumulation_steps * num_ranks
     num_updates = config.num_train_steps or config.num_train_epochs * (len(data) // size)
     if num_updates < 1:
@@ -132,17 +119,16 @@ def _train_supervised(
             f"{step}: {len(data)} examples do not fill one update of {size}: give more, or smaller batches"
         )
     path = _find_model(step, config)
-    model: nn.Module = (
-        adapt(ValueModel.from_pretrained(path), config) if step == "reward" else load_policy(path, config)
-    )
+    is_reward = step == "reward"
+    loaded = models.ValueModel.from_pretrained(path) if is_reward else models.load_policy(path)
+    model: nn.Module = models.adapt(loaded, config, None if is_reward else "CAUSAL_LM")
     reference = None
     if step == "dpo" and not _has_frozen_base(config):
         reference = engines.enter_context(closing(_build_reference(path, config)))
-    engine = build_engine(
+    engine = engines.enter_context(closing(models.build_engine(
         model, config, num_updates=num_updates, accumulation=config.gradient_accumulation_steps, training_data=data,
         collate_fn=data.collate, name=step,
-    )  # fmt: skip
-    engines.enter_context(closing(engine))
+    )))  # fmt: skip
     loss_fns: dict[str, LossFn] = {"sft": _sft, "reward": _reward, "dpo": partial(_dpo, config, reference)}
     start, _ = checkpoint.resume(folder / "checkpoint", {"model": engine})
     run_log, batches = RunLog(folder, start), cycle(engine.training_dataloader)
@@ -155,7 +141,7 @@ def _train_supervised(
             engine.step()
             for key, value in {"loss": loss.detach(), **more}.items():
                 totals[key] = totals.get(key, 0.0) + float(value) / config.gradient_accumulation_steps
-        _record(engine, run_log, step, update, mean_over_ranks(totals))
+        _record(engine, run_log, step, update, models.mean_over_ranks(totals))
         if config.save_interval and update % config.save_interval == 0 and update < num_updates:
             checkpoint.commit(folder / "checkpoint", update, {"model": engine}, {})
     run_log.write_report(step)
@@ -165,7 +151,8 @@ def _train_supervised(
 def _build_reference(path: str, config: RLHFConfig, mesh: DeviceMesh | None = None) -> Engine:
     stage = config.zero_stage if config.reference_zero_stage is None else config.reference_zero_stage
     options = replace(config, zero_stage=stage)
-    return build_frozen_engine(load_policy(path), options, offload=config.offload_reference_model, mesh=mesh)
+    policy = models.load_policy(path)
+    return models.build_frozen_engine(policy, options, offload=config.offload_reference_model, mesh=mesh)
 
 
 def _record(
@@ -195,7 +182,7 @@ def _dpo(
     config: RLHFConfig, reference: Engine | None, engine: Engine, batch: Batch
 ) -> tuple[Tensor, int, dict[str, Tensor]]:
     """DPO of a batch whose first half is chosen; ``reference`` None: the actor without its adapters."""
-    with as_reference(reference, engine) as base:
+    with models.as_reference(reference, engine) as base:
         ref_chosen, ref_rejected = _summed_logprobs(base, batch).chunk(2)
     chosen, rejected = _summed_logprobs(engine, batch).chunk(2)
     loss = losses.dpo_loss(
@@ -224,22 +211,21 @@ def _train_policy(
         config.seed,
     )  # fmt: skip
     options, critic_options, path = config.of("actor"), config.of("critic"), _find_model(step, config)
-    if config.rollout_ranks and num_tensor_ranks(config) > 1:
+    if config.rollout_ranks and models.num_tensor_ranks(config) > 1:
         raise ValueError("rollout_ranks and tensor_parallel: ranks that train beside others divide no layers; give one")
     ranks = RolloutRanks(config.rollout_ranks, config.inference_tp_size) if config.rollout_ranks else None
     if ranks is not None and ranks.is_generating:
-        ranks.generate(load_policy(path, options))
+        ranks.generate(models.load_policy(path, options))
         return {}
     mesh, world_size = (None, dist.get_world_size()) if ranks is None else (ranks.mesh, ranks.num_training)
-    num_prompts = num_data_ranks(config, world_size) * config.num_prompts
+    num_prompts = models.num_data_ranks(config, world_size) * config.num_prompts
     iterations = config.num_train_steps or -(-config.num_train_epochs * len(prompts.items) // num_prompts)
     rows = config.num_prompts * config.num_generations // config.num_mini_batches
     window = rows // config.per_device_train_batch_size
     num_updates = iterations * config.ppo_epochs * config.num_mini_batches
-    actor = build_engine(
-        load_policy(path, options), options, num_updates=num_updates, name="actor", accumulation=window, mesh=mesh
-    )
-    engines.enter_context(closing(actor))
+    shared: dict[str, Any] = {"num_updates": num_updates, "accumulation": window, "mesh": mesh}
+    policy = models.load_policy(path, options)
+    actor = engines.enter_context(closing(models.build_engine(policy, options, name="actor", **shared)))
     reference = None
     if not _has_frozen_base(options):
         reference = engines.enter_context(closing(_build_reference(path, options, mesh)))
@@ -248,8 +234,8 @@ def _train_policy(
         averaged = replace(options, dtype="fp32", gradient_checkpointing=False)
         # Its shards are the actor's.
         offload = config.offload_reference_model and options.zero_stage == 3
-        ema = build_frozen_engine(load_policy(path, averaged), averaged, offload=offload, mesh=mesh)
-        engines.enter_context(closing(ema))
+        frozen = models.build_frozen_engine(models.load_policy(path, averaged), averaged, offload=offload, mesh=mesh)
+        ema = engines.enter_context(closing(frozen))
     if config.unsup_coef:
         texts = load_examples(
             (config.unsupervised_dataset_name,), "1,0,0", "sft", config.seed,
@@ -260,11 +246,8 @@ def _train_policy(
     more: dict[str, Any] = {"ema": ema, "pretraining": pretraining, "rollout_ranks": ranks}
     if step == "ppo":
         begin = config.critic_model_name_or_path or _find_reward_model(config) or path
-        critic = build_engine(
-            adapt(ValueModel.from_pretrained(begin), critic_options), critic_options, num_updates=num_updates,
-            name="critic", accumulation=window, mesh=mesh,
-        )  # fmt: skip
-        engines.enter_context(closing(critic))
+        values = models.adapt(models.ValueModel.from_pretrained(begin), critic_options)
+        critic = engines.enter_context(closing(models.build_engine(values, critic_options, name="critic", **shared)))
         trainer: GRPOTrainer = PPOTrainer(*arguments, critic=critic, **more)
     else:
         trainer = GRPOTrainer(*arguments, **more)
@@ -296,11 +279,9 @@ def _load_reward(config: RLHFConfig, engines: ExitStack, mesh: DeviceMesh | None
     path = _find_reward_model(config)
     if not path:
         raise ValueError("there is nothing that scores: set reward_function or reward_model_name_or_path")
-    engine = build_frozen_engine(
-        ValueModel.from_pretrained(path), config.of("critic"), offload=config.offload_reward_model, mesh=mesh
-    )
-    engines.enter_context(closing(engine))
-    return reward_from_model(engine, config.per_device_train_batch_size)
+    model, options = models.ValueModel.from_pretrained(path), config.of("critic")
+    engine = models.build_frozen_engine(model, options, offload=config.offload_reward_model, mesh=mesh)
+    return reward_from_model(engines.enter_context(closing(engine)), config.per_device_train_batch_size)
 
 
 def _load_function(name: str) -> Callable[..., Any]:

@@ -41,14 +41,7 @@ from thalweg.infer.config import EngineConfig
 from thalweg.infer.engine.engine import LLMEngine
 from thalweg.infer.loader.load import load_engine
 from thalweg.infer.models import build_decoder_spec
-from thalweg.infer.models.spec import (
-    DecoderSpec,
-    LinearSpec,
-    UnsupportedModelError,
-    list_linears,
-    list_tensors,
-    map_linears,
-)
+from thalweg.infer.models import spec as specs
 from thalweg.infer.parallel.executor import GroupEngine, WorkerLoop, start_worker
 from thalweg.infer.parallel.process_group import InferenceGroup, join_launched_group
 from thalweg.infer.parallel.shard import shard_for_rank
@@ -78,7 +71,6 @@ class HybridEngine:
         self,
         actor: Engine,
         config: EngineConfig | None = None,
-        tokenizer: Any = None,
         *,
         runner: str | None = None,
         join_group: Callable[[EngineConfig], InferenceGroup] = join_launched_group,
@@ -86,8 +78,7 @@ class HybridEngine:
         if actor.meshes.pp is not None:
             raise ValueError("a rollout's actor may not have pipeline parallelism: leave it to ZeRO")
         dtype = "bf16" if actor.bfloat16_enabled() else "fp16" if actor.fp16_enabled() else "fp32"
-        self.actor, self.tokenizer = actor, tokenizer
-        config = config or EngineConfig()
+        self.actor, config = actor, config or EngineConfig()
         own = {"dtype": dtype, "device": str(actor.device)}
         self.config = replace(config, **{key: value for key, value in own.items() if getattr(config, key) == "auto"})
         if actor.meshes.tp is not None and runner == "transformers":
@@ -151,7 +142,7 @@ class HybridEngine:
             if self.runner != "transformers":
                 try:
                     spec = self.weights.describe()
-                except UnsupportedModelError as reason:
+                except specs.UnsupportedModelError as reason:
                     self._use_model_code(reason)
             if spec is None:
                 self.weights.gather_all()
@@ -171,10 +162,10 @@ class HybridEngine:
             self._is_verified = True
             return core
         core.close()
-        self._use_model_code(gap or UnsupportedModelError("another rank's logits are not the actor's"))
+        self._use_model_code(gap or specs.UnsupportedModelError("another rank's logits are not the actor's"))
         return self._load()
 
-    def _build(self, spec: DecoderSpec | None) -> LLMEngine | WorkerLoop:
+    def _build(self, spec: specs.DecoderSpec | None) -> LLMEngine | WorkerLoop:
         """Return this rank's part of the inference engine; collective."""
         if self.config.num_ranks > 1:
             assert spec is not None, "the model's own code runs on one rank"
@@ -182,13 +173,11 @@ class HybridEngine:
             self._group = self._join_group(self.config)
         if spec is not None and self._group is not None and self._group.rank > 0:
             return start_worker(spec, self._group, self.config.device)
-        core = load_engine(
-            self.weights.skeleton, self.config, self.tokenizer, runner=self.runner, spec=spec, workers=self._group
-        )
+        core = load_engine(self.weights.skeleton, self.config, runner=self.runner, spec=spec, workers=self._group)
         assert isinstance(core, LLMEngine)
         return core
 
-    def _use_model_code(self, reason: UnsupportedModelError) -> None:
+    def _use_model_code(self, reason: specs.UnsupportedModelError) -> None:
         if self.config.num_ranks > 1:
             raise ValueError(f"tensor_parallel_size {self.config.num_ranks} of generation: {reason}; use 1")
         if self.actor.meshes.tp is not None:
@@ -208,7 +197,7 @@ class HybridEngine:
         core.runner.free_slot(0)
         return logits.clone()
 
-    def _verify(self, logits: Tensor | None) -> UnsupportedModelError | None:
+    def _verify(self, logits: Tensor | None) -> specs.UnsupportedModelError | None:
         """Return by how much these are not the actor's logits, or None, as where there are none; collective."""
         ids = torch.tensor([self._probe_tokens], device=self.actor.device)
         with torch.no_grad(), eval_mode(self.actor.module):
@@ -221,7 +210,7 @@ class HybridEngine:
         coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         try:
             check_logits_close(logits.to(expected.device), expected, coarsest)
-        except UnsupportedModelError as gap:
+        except specs.UnsupportedModelError as gap:
             return gap
         return None
 
@@ -282,7 +271,7 @@ class ActorWeights:
                 self._read, self._bucket = None, ()
                 _free(self._bucket_memory)
 
-    def describe(self) -> DecoderSpec:
+    def describe(self) -> specs.DecoderSpec:
         """Gather what an engine reads where it lies, and describe the model; its linear layers gather themselves as
         they are read.  Collective."""
         self._gather(name for name in self._whole_names() if name not in self._bucketed)
@@ -290,7 +279,7 @@ class ActorWeights:
         transposed: list[Any] = [m for m in self.skeleton.modules() if type(m).__name__ == "Conv1D"]
         for module in transposed:
             self._allocate(module.weight)
-        spec = map_linears(build_decoder_spec(self.skeleton), self._on_demand)
+        spec = specs.map_linears(build_decoder_spec(self.skeleton), self._on_demand)
         _free(self._bucket_memory)
         return spec
 
@@ -316,10 +305,10 @@ class ActorWeights:
         layers read in other company."""
         try:
             spec = build_decoder_spec(self.skeleton)
-        except UnsupportedModelError:
+        except specs.UnsupportedModelError:
             return
-        read_in_place = {_storage(tensor) for tensor in list_tensors(spec)}
-        buckets = dict.fromkeys(layer.modules for layer in list_linears(spec))
+        read_in_place = {_storage(tensor) for tensor in specs.list_tensors(spec)}
+        buckets = dict.fromkeys(layer.modules for layer in specs.list_linears(spec))
         counts = Counter(id(module.weight) for modules in buckets for module in modules)
         for modules in buckets:
             weights: list[Any] = [module.weight for module in modules]
@@ -333,12 +322,12 @@ class ActorWeights:
                 self._bucketed.add(self._names[id(weight)])
             self._bucket_bytes = max(self._bucket_bytes, offset * self.dtype.itemsize)
 
-    def _on_demand(self, layer: LinearSpec) -> LinearSpec:
+    def _on_demand(self, layer: specs.LinearSpec) -> specs.LinearSpec:
         if any(self._names[id(module.weight)] in self._bucketed for module in layer.modules):
             return _BucketedLinear(layer, self._fetch)
         for module in layer.modules:
             if module in self._adapters:
-                raise UnsupportedModelError("an adapter on a layer that shares its weight with the embedding")
+                raise specs.UnsupportedModelError("an adapter on a layer that shares its weight with the embedding")
         return layer
 
     def _fetch(self, modules: tuple[nn.Module, ...]) -> None:
@@ -392,10 +381,10 @@ class ActorWeights:
         layer.merged_adapters.clear()
 
 
-class _BucketedLinear(LinearSpec):
+class _BucketedLinear(specs.LinearSpec):
     """A linear layer whose weight is there when it is read, and until another one is."""
 
-    def __init__(self, layer: LinearSpec, fetch: Callable[[tuple[nn.Module, ...]], None]) -> None:
+    def __init__(self, layer: specs.LinearSpec, fetch: Callable[[tuple[nn.Module, ...]], None]) -> None:
         shape = (layer.out_features, layer.in_features)
         more: dict[str, Any] = {"output_permutation": layer.output_permutation, "output_scale": layer.output_scale}
         super().__init__(self.select, layer.bias, shape, modules=layer.modules, copy_rows_fn=self._copy, **more)

@@ -99,17 +99,15 @@ def _add_openai_routes(app: FastAPI, app_state: AppState) -> None:
         request = api.parse_body(api.EmbeddingRequest, await http_request.body())
         return await responses.create_embedding(app_state, request, http_request)
 
-    @app.post("/tokenize")
-    async def tokenize_endpoint(http_request: Request) -> dict[str, Any]:
-        request = api.parse_body(api.TokenizeRequest, await http_request.body())
-        app_state.resolve_adapter(request.model)
-        return await api.tokenize(request, app_state.tokenizer, app_state.model_info)
+    def add_tokenizer_use(path: str, request_class: Any, answer: Any) -> None:
+        @app.post(path)
+        async def use(http_request: Request) -> dict[str, Any]:
+            request = api.parse_body(request_class, await http_request.body())
+            app_state.resolve_adapter(request.model)
+            return await answer(request, app_state.tokenizer, app_state.model_info)
 
-    @app.post("/detokenize")
-    async def detokenize_endpoint(http_request: Request) -> dict[str, Any]:
-        request = api.parse_body(api.DetokenizeRequest, await http_request.body())
-        app_state.resolve_adapter(request.model)
-        return api.detokenize(request, app_state.tokenizer, app_state.model_info)
+    add_tokenizer_use("/tokenize", api.TokenizeRequest, api.tokenize)
+    add_tokenizer_use("/detokenize", api.DetokenizeRequest, api.detokenize)
 
 
 def _new_app(pool: Any) -> FastAPI:

@@ -176,7 +176,6 @@ def _uvicorn_config(options: ServeOptions, app: ASGIApp, max_connections: int) -
         proxy_headers=False,
         backlog=2048 if max_connections == HardenedProtocol.max_connections else _MIN_CONNECTIONS,  # accepted at a time
         timeout_keep_alive=15,
-        timeout_graceful_shutdown=None,
     )
 
 

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from string import Formatter
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from thalweg.study.schemas import SCHEMAS
 
 STUDIES = Path(__file__).parent / "studies"
 PRESETS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text("utf-8"))
 Task = Literal["inference", "training"]
+
+
+# Each kind is a class of techniques.py or training.py.
+KINDS: dict[str, Task] = {
+    "hugging_face": "inference", "thalweg": "inference", "zero3": "inference",
+    "torch_train": "training", "thalweg_train": "training",
+}  # fmt: skip
+
+
+def _one_of(known: Mapping[str, Any], what: str) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in known:
+            raise ValueError(f"{name!r} is no {what}: there are {', '.join(known)}")
+        return name
+
+    return AfterValidator(check)
 
 
 class _Section(BaseModel):
@@ -51,7 +68,7 @@ class StudyDataset(_Section):
     """
 
     path: str
-    schema_name: str = Field(alias="schema")
+    schema_name: Annotated[str, _one_of(SCHEMAS, "schema")] = Field(alias="schema")
     template: str | None = None
     subset: str | None = None
     split: str = "test"
@@ -67,13 +84,6 @@ class StudyDataset(_Section):
         list(Formatter().parse(template or ""))  # a ValueError for a brace without its other half
         return template
 
-    @field_validator("schema_name")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        if name not in SCHEMAS:
-            raise ValueError(f"{name!r} is no schema: there are {', '.join(SCHEMAS)}")
-        return name
-
 
 class StudyTechnique(_Section):
     """One way of running a model: a ``kind`` of :data:`KINDS` and its options.
@@ -81,29 +91,15 @@ class StudyTechnique(_Section):
     ``python``: the interpreter of its processes, where its library lives in another environment.
     """
 
-    kind: str
+    kind: Annotated[str, _one_of(KINDS, "kind of technique")]
     options: dict[str, Any] = {}
     python: str | None = None
     env: dict[str, str] = {}
-
-    @field_validator("kind")
-    @classmethod
-    def _known(cls, kind: str) -> str:
-        if kind not in KINDS:
-            raise ValueError(f"{kind!r} is no kind of technique: there are {', '.join(KINDS)}")
-        return kind
 
     @property
     def task(self) -> Task:
         """What it does with the model."""
         return KINDS[self.kind]
-
-
-# Each kind is a class of techniques.py or training.py.
-KINDS: dict[str, Task] = {
-    "hugging_face": "inference", "thalweg": "inference", "zero3": "inference",
-    "torch_train": "training", "thalweg_train": "training",
-}  # fmt: skip
 
 
 class StudyHardware(_Section):

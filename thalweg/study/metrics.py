@@ -6,6 +6,7 @@ import importlib.util
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -32,13 +33,10 @@ def _macro_f1(outputs: list[str], references: list[list[str]]) -> float:
     return float(scores[: len(labels)].mean())
 
 
-def _rouge(key: str) -> Callable[[list[str], list[list[str]]], float]:
-    def score(outputs: list[str], references: list[list[str]]) -> float:
-        from torchmetrics.functional.text import rouge_score
+def _rouge(key: str, outputs: list[str], references: list[list[str]]) -> float:
+    from torchmetrics.functional.text import rouge_score
 
-        return float(rouge_score(outputs, references, rouge_keys=(key,))[f"{key}_fmeasure"])
-
-    return score
+    return float(rouge_score(outputs, references, rouge_keys=(key,))[f"{key}_fmeasure"])
 
 
 def _bleu(outputs: list[str], references: list[list[str]]) -> float:
@@ -47,18 +45,15 @@ def _bleu(outputs: list[str], references: list[list[str]]) -> float:
     return float(sacre_bleu_score(outputs, references))
 
 
-def _squad(key: str) -> Callable[[list[str], list[list[str]]], float]:
-    def score(outputs: list[str], references: list[list[str]]) -> float:
-        from torchmetrics.functional.text import squad
+def _squad(key: str, outputs: list[str], references: list[list[str]]) -> float:
+    from torchmetrics.functional.text import squad
 
-        predictions = [{"prediction_text": text, "id": str(i)} for i, text in enumerate(outputs)]
-        target = [
-            {"answers": {"text": texts, "answer_start": [0] * len(texts)}, "id": str(i)}
-            for i, texts in enumerate(references)
-        ]
-        return float(squad(predictions, target)[key]) / 100
-
-    return score
+    predictions = [{"prediction_text": text, "id": str(i)} for i, text in enumerate(outputs)]
+    target = [
+        {"answers": {"text": texts, "answer_start": [0] * len(texts)}, "id": str(i)}
+        for i, texts in enumerate(references)
+    ]
+    return float(squad(predictions, target)[key]) / 100
 
 
 def _pearson(outputs: list[str], references: list[list[str]]) -> float:
@@ -76,9 +71,9 @@ def _pearson(outputs: list[str], references: list[list[str]]) -> float:
 
 # Each takes outputs and, for each of them, the accepted answers; between 0 and 1, pearson between -1 and 1.
 METRICS: dict[str, Callable[[list[str], list[list[str]]], float]] = {
-    "accuracy": _accuracy, "macro_f1": _macro_f1, "rouge1": _rouge("rouge1"), "rouge2": _rouge("rouge2"),
-    "rougeL": _rouge("rougeL"), "bleu": _bleu, "exact_match": _squad("exact_match"), "f1": _squad("f1"),
-    "pearson": _pearson,
+    "accuracy": _accuracy, "macro_f1": _macro_f1, "bleu": _bleu, "pearson": _pearson,
+    **{key: partial(_rouge, key) for key in ("rouge1", "rouge2", "rougeL")},
+    **{key: partial(_squad, key) for key in ("exact_match", "f1")},
 }  # fmt: skip
 _T_TABLE = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 Estimate = tuple[float, float | None, float | None]  # the middle, low and high of 95%

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +30,17 @@ def prepare(config: StudyConfig, folder: Path) -> None:
     ``data/NAME.json`` has the rows of a dataset, ``models/NAME.json`` where a model is, ``explored.json`` the counts;
     a dataset or a model that cannot be had is an ``error`` there, and each of its cells reports it.
     """
+    data, models = {}, {}
     for dataset in config.datasets:
-        path = folder / "data" / f"{slug(dataset.name)}.json"
-        if not path.exists():
-            write_json(path, _attempt(_read_dataset, dataset))
-    data = {one.name: read_json(folder / "data" / f"{slug(one.name)}.json") for one in config.datasets}
+        data[dataset.name] = _make_once(folder / "data" / f"{slug(dataset.name)}.json", _read_dataset, dataset)
     texts = [row[key] for one in data.values() for row in one.get("rows", ()) for key in ("input", "output")]
+    measured = not all(one.planned for one in config.hardware)
     for model in config.models:
-        path = folder / "models" / f"{slug(model.name)}.json"
-        if not path.exists():
-            measured = not all(one.planned for one in config.hardware)
-            made = _attempt(_make_model, model, folder / "models" / slug(model.name), texts, config.seed, measured)
-            write_json(path, made)
+        path = folder / "models" / slug(model.name)
+        arguments = model, path, texts, config.seed, measured
+        models[model.name] = _make_once(path.with_name(f"{path.name}.json"), _make_model, *arguments)
     if not (folder / "explored.json").exists():
-        write_json(folder / "explored.json", _explore(config, folder, data))
+        write_json(folder / "explored.json", _explore(models, data))
 
 
 def read_json(path: Path) -> Any:
@@ -51,11 +48,14 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _attempt(function: Any, *args: Any) -> dict[str, Any]:
-    try:
-        return function(*args)
-    except Exception as error:  # whatever a loader raises is the reason in the row
-        return {"error": f"{type(error).__name__}: {error}"}
+def _make_once(path: Path, make: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    if not path.exists():
+        try:
+            made = make(*args)
+        except Exception as error:  # whatever a loader raises is the reason in the row
+            made = {"error": f"{type(error).__name__}: {error}"}
+        write_json(path, made)
+    return read_json(path)
 
 
 def _read_dataset(dataset: StudyDataset) -> dict[str, Any]:
@@ -155,12 +155,8 @@ def load_tokenizer(path: str) -> Any:
     return transformers.AutoTokenizer.from_pretrained(path)
 
 
-def _explore(config: StudyConfig, folder: Path, data: Mapping[str, Any]) -> dict[str, Any]:
-    tokenizers = {}
-    for model in config.models:
-        made = read_json(folder / "models" / f"{slug(model.name)}.json")
-        if "error" not in made:
-            tokenizers[model.name] = load_tokenizer(made["path"])
+def _explore(models: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    tokenizers = {name: load_tokenizer(made["path"]) for name, made in models.items() if "error" not in made}
     return {
         name: {"error": one["error"]} if "error" in one else explore(one["rows"], one["skipped"], tokenizers)
         for name, one in data.items()

@@ -9,7 +9,7 @@ import base64
 import importlib.util
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,14 @@ def _place(row: dict[str, Any]) -> list[str]:
     return [row["hardware"], model, row["dataset"]]
 
 
-def _ms(estimate: Estimate | None) -> str | tuple[str, float]:
+Cell = str | tuple[str, float]
+
+
+def _cell(value: float | None, text: Callable[[float], str]) -> Cell:
+    return "-" if value is None else (text(value), value)
+
+
+def _ms(estimate: Estimate | None) -> Cell:
     return "-" if estimate is None else (_bracket(estimate, lambda one: _digits(1e3 * one)), 1e3 * estimate[0])
 
 
@@ -131,7 +138,7 @@ def _digits(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def _ratio(estimate: Estimate | None) -> str | tuple[str, float]:
+def _ratio(estimate: Estimate | None) -> Cell:
     return "-" if estimate is None else (_bracket(estimate, lambda one: f"{one:.2f}"), estimate[0])
 
 
@@ -179,16 +186,13 @@ def _cells_table(rows: list[dict[str, Any]]) -> ReportTable:
         cells += [(f"{speed:,.0f}", speed), (f"{load:.1f}", load)]
         cells += [(format_bytes(value), value) for value in (peak, running)]
         cells.append((format_bytes(row["disk"]), row["disk"]) if row["disk"] else "-")
-        for value in (row["joules_per_sample"], row["cost_per_1000"]):
-            cells.append("-" if value is None else (f"{value:.3g}", value))
+        cells += [_cell(row[key], "{:.3g}".format) for key in ("joules_per_sample", "cost_per_1000")]
         if is_inference:
-            equal = row.get("equal_outputs")
-            different = row.get("different_outputs")
-            cells.append("-" if equal is None else (f"{equal:.0%}, {different} different", equal))
+            more = f"{row.get('different_outputs')} different"
+            cells.append(_cell(row.get("equal_outputs"), lambda equal, more=more: f"{equal:.0%}, {more}"))
         else:
-            planned = row["plan"].get("seconds")
-            size = "-" if planned is None else format_bytes(row["plan"]["bytes"])
-            cells.append("-" if planned is None else (f"{1e3 * planned:.1f}, {size}", planned))
+            size = format_bytes(row["plan"].get("bytes", 0))
+            cells.append(_cell(row["plan"].get("seconds"), lambda plan, size=size: f"{1e3 * plan:.1f}, {size}"))
         quality = (f"{key} {'-' if value is None else f'{value:.3f}'}" for key, value in row["quality"].items())
         body.append([*cells, ", ".join(quality)])
     return ReportTable(headers, body)
@@ -208,7 +212,7 @@ def _planned_table(rows: list[dict[str, Any]]) -> ReportTable:
         cells += [(_digits(1e3 * seconds), seconds), (_digits(row["samples"] / seconds), row["samples"] / seconds)]
         cells += [(format_bytes(size), size), fits, plan["bottleneck"]]
         # What does not fit costs nothing.
-        body.append([*cells, "-" if cost is None or not plan["fits"] else (f"{cost:.3g}", cost)])
+        body.append([*cells, _cell(cost if plan["fits"] else None, "{:.3g}".format)])
     return ReportTable([*headers, "1,000 samples cost"], body)
 
 
@@ -240,29 +244,27 @@ def _dataset_blocks(explored: dict[str, Any]) -> list[Block]:
     blocks.append(ReportTable(headers, lengths))
     good = {name: one for name, one in explored.items() if "error" not in one}
     labelled = {name: one["labels"] for name, one in good.items() if one["labels"]}
-    if labelled:
-        blocks += _draw("labels", "Labels", len(labelled), lambda axes: _draw_labels(axes, labelled))
-    if good:
-        blocks += _draw("lengths", "Tokens of inputs", len(good), lambda axes: _draw_lengths(axes, good))
-    return blocks
+    return [
+        *blocks,
+        *_draw("labels", "Labels", labelled, _draw_labels),
+        *_draw("lengths", "Tokens of inputs", good, _draw_lengths),
+    ]
 
 
-def _draw_labels(axes: Any, labelled: dict[str, dict[str, int]]) -> None:
-    for axis, (name, counts) in zip(axes, labelled.items(), strict=True):
-        bars = axis.bar(list(counts), list(counts.values()), color=_COLOURS[0])
-        axis.bar_label(bars)
-        axis.set_title(name)
+def _draw_labels(axis: Any, name: str, counts: dict[str, int]) -> None:
+    bars = axis.bar(list(counts), list(counts.values()), color=_COLOURS[0])
+    axis.bar_label(bars)
+    axis.set_title(name)
 
 
-def _draw_lengths(axes: Any, explored: dict[str, Any]) -> None:
-    for axis, (name, one) in zip(axes, explored.items(), strict=True):
-        for model, columns in one["tokens"].items():
-            histogram = columns["input"]["histogram"]
-            axis.stairs(histogram["counts"], histogram["edges"], label=model, linewidth=1.8)
-        axis.set_title(name)
-        axis.set_xlabel("tokens")
-        axis.set_ylabel("rows")
-        axis.legend(frameon=False)
+def _draw_lengths(axis: Any, name: str, explored: dict[str, Any]) -> None:
+    for model, columns in explored["tokens"].items():
+        histogram = columns["input"]["histogram"]
+        axis.stairs(histogram["counts"], histogram["edges"], label=model, linewidth=1.8)
+    axis.set_title(name)
+    axis.set_xlabel("tokens")
+    axis.set_ylabel("rows")
+    axis.legend(frameon=False)
 
 
 _COLOURS = ("#2f6690", "#d9822b", "#9aa5b1")
@@ -274,52 +276,55 @@ def _time_figures(found: dict[str, Any], task: str) -> list[Block]:
     for row in found["rows"]:
         if row["task"] == task and row["status"] == "ok":
             groups.setdefault(tuple(_place(row)), []).append(row)
-    if not groups:
-        return []
-
-    def draw_times(axes: Any) -> None:
-        for axis, (place, rows) in zip(axes, groups.items(), strict=True):
-            names, times = [row["technique"] for row in rows], [row["seconds_per_sample"] for row in rows]
-            errors = [[1e3 * abs(t[0] - (t[end] or t[0])) for t in times] for end in (1, 2)]
-            axis.barh(names, [1e3 * t[0] for t in times], xerr=errors, color=_COLOURS[0], capsize=3)
-            axis.invert_yaxis()
-            axis.set_title(f"{place[1]}\n{place[2]}, {place[0]}", fontsize=10)
-            axis.set_xlabel("ms a sample")
-
-    def draw_steps(axes: Any) -> None:
-        for axis, (place, rows) in zip(axes, groups.items(), strict=True):
-            names = [row["technique"] for row in rows]
-            steps = [1e3 * row["step_seconds"][0] for row in rows]
-            moved = [
-                min(step, 1e3 * max(row["predicted"]["memory_seconds"], row["predicted"]["streamed_seconds"]))
-                for step, row in zip(steps, rows, strict=True)
-            ]
-            axis.barh(names, moved, color=_COLOURS[1], label="bytes, by the plan")
-            rest = [step - part for step, part in zip(steps, moved, strict=True)]
-            axis.barh(names, rest, left=moved, color=_COLOURS[2], label="the rest")
-            axis.invert_yaxis()
-            axis.set_title(f"{place[1]}\n{place[2]}, {place[0]}", fontsize=10)
-            axis.set_xlabel("ms of a decoding step")
-            axis.legend(frameon=False)
-
-    figures = _draw(f"{task}_times", f"Time of a sample, {task}", len(groups), draw_times)
+    figures = _draw(f"{task}_times", f"Time of a sample, {task}", groups, _draw_times)
     if task == "inference":
-        figures += _draw("inference_steps", "What a decoding step is made of", len(groups), draw_steps)
+        figures += _draw("inference_steps", "What a decoding step is made of", groups, _draw_steps)
     return figures
 
 
-def _draw(name: str, title: str, count: int, draw: Any) -> list[Block]:
-    """Return a figure of ``count`` panels, two beside each other; a line of text without matplotlib."""
+def _draw_times(axis: Any, place: tuple[str, ...], rows: list[dict[str, Any]]) -> None:
+    names, times = [row["technique"] for row in rows], [row["seconds_per_sample"] for row in rows]
+    errors = [[1e3 * abs(t[0] - (t[end] or t[0])) for t in times] for end in (1, 2)]
+    axis.barh(names, [1e3 * t[0] for t in times], xerr=errors, color=_COLOURS[0], capsize=3)
+    _label_bars(axis, place, "ms a sample")
+
+
+def _draw_steps(axis: Any, place: tuple[str, ...], rows: list[dict[str, Any]]) -> None:
+    names = [row["technique"] for row in rows]
+    steps = [1e3 * row["step_seconds"][0] for row in rows]
+    moved = [
+        min(step, 1e3 * max(row["predicted"]["memory_seconds"], row["predicted"]["streamed_seconds"]))
+        for step, row in zip(steps, rows, strict=True)
+    ]
+    axis.barh(names, moved, color=_COLOURS[1], label="bytes, by the plan")
+    rest = [step - part for step, part in zip(steps, moved, strict=True)]
+    axis.barh(names, rest, left=moved, color=_COLOURS[2], label="the rest")
+    _label_bars(axis, place, "ms of a decoding step")
+    axis.legend(frameon=False)
+
+
+def _label_bars(axis: Any, place: tuple[str, ...], label: str) -> None:
+    axis.invert_yaxis()
+    axis.set_title(f"{place[1]}\n{place[2]}, {place[0]}", fontsize=10)
+    axis.set_xlabel(label)
+
+
+def _draw(name: str, title: str, panels: Mapping[Any, Any], draw: Callable[[Any, Any, Any], None]) -> list[Block]:
+    """Return a figure of ``panels``, two beside each other, each drawn by its axis, key and value; nothing without any,
+    a line of text without matplotlib."""
+    if not panels:
+        return []
     if importlib.util.find_spec("matplotlib") is None:
         return [f"{title}: no figure without matplotlib (pip install 'thalweg[study]')."]
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    lines = -(-count // 2)
+    count, lines = len(panels), -(-len(panels) // 2)
     figure = Figure(figsize=(12 if count > 1 else 6.5, 3.4 * lines), layout="constrained")
     FigureCanvasSVG(figure)
     axes = figure.subplots(lines, 2 if count > 1 else 1, squeeze=False).ravel()
-    draw(axes[:count])
+    for axis, panel in zip(axes, panels.items(), strict=False):
+        draw(axis, *panel)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     for axis in axes[count:]:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from thalweg.study.config import (
 )
 from thalweg.study.prepare import read_json, write_json
 from thalweg.utils.procfs import end_with_parent, read_fields
+from thalweg.utils.versions import installed_version
 
 
 @dataclass(frozen=True)
@@ -251,12 +251,7 @@ def describe_machine() -> dict[str, Any]:
     cpu = read_fields("/proc/cpuinfo")
     model, flags = cpu.get("model name", platform.processor() or platform.machine()), cpu.get("flags", "").split()
     features = [name for name in ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16") if name in flags]
-    versions = {}
-    for name in ("torch", "transformers", "datasets", "deepspeed", "torchmetrics"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
+    libraries = ("torch", "transformers", "datasets", "deepspeed", "torchmetrics")
     root = Path(str(thalweg.__file__)).parent.parent
     commit = ""
     if (root / ".git").exists() and shutil.which("git"):
@@ -266,5 +261,5 @@ def describe_machine() -> dict[str, Any]:
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "thalweg": thalweg.__version__, "commit": commit,
         "processor": model, "features": features, "cores": len(os.sched_getaffinity(0)),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "python": platform.python_version(),
-        "load": os.getloadavg()[0], **versions,
+        "load": os.getloadavg()[0], **{name: installed_version(name) for name in libraries},
     }  # fmt: skip

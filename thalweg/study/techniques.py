@@ -31,17 +31,6 @@ class Generation(NamedTuple):
     outputs: list[list[int]]
 
 
-class _FirstToken:
-    """A stopping criterion that stops nothing and notes when it was asked first."""
-
-    def __init__(self) -> None:
-        self.at: float | None = None
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.at = self.at or now(input_ids.device)
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
 def now(device: torch.device | str) -> float:
     """The clock, once the device has done what it was given."""
     if torch.device(device).type != "cpu":
@@ -98,17 +87,24 @@ class HuggingFace:
         rows = [torch.tensor(one, device=self.device) for one in prompts]
         tokens = pad_sequence(rows, True, self.pad, side)
         mask = pad_sequence([torch.ones_like(row) for row in rows], True, padding_side=side)
-        first = _FirstToken()
+        first: list[float] = []
+
+        def note_first(input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            if not first:
+                first.append(now(input_ids.device))
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
         made = self.model.generate(
             input_ids=tokens, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, num_beams=1,
-            stopping_criteria=[first], pad_token_id=self.pad,
+            stopping_criteria=[note_first], pad_token_id=self.pad,
         )  # fmt: skip
         end = now(self.device)
         made = made[:, 1:] if self.model.config.is_encoder_decoder else made[:, tokens.shape[1] :]
         ends = self.model.generation_config.eos_token_id
         ends = set(ends if isinstance(ends, list) else [ends])
-        assert first.at is not None, "generate has asked the criterion after each token"
-        return Generation(first.at - start, end - start, [_until(row, ends) for row in made.tolist()])
+        lengths = [next((i for i, token in enumerate(row, 1) if token in ends), None) for row in made.tolist()]
+        outputs = [row[:length] for row, length in zip(made.tolist(), lengths, strict=True)]  # padding follows
+        return Generation(first[0] - start, end - start, outputs)
 
     def close(self) -> None:
         """Nothing outlives the process."""
@@ -132,14 +128,6 @@ def load_plain(spec: dict[str, Any], dtype: torch.dtype, quantization: str | Non
         given = {"quantization_config": quantized, "device_map": device}  # where it is loaded it stays
     model = auto_class(config).from_pretrained(spec["model"]["path"], dtype=dtype, **given)
     return (model if given else model.to(device)).eval()
-
-
-def _until(row: list[int], ends: set[Any]) -> list[int]:
-    """The tokens up to the first end, with it: what follows is padding."""
-    for index, token in enumerate(row):
-        if token in ends:
-            return row[: index + 1]
-    return row
 
 
 class ZeroStage3(HuggingFace):

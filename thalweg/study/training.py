@@ -71,12 +71,9 @@ def _train(spec: dict[str, Any], meter: Any, rank: int) -> dict[str, Any]:
         torch.accelerator.set_device_index(rank)
     dataset, options = spec["dataset"], dict(spec["technique"]["options"])
     start = time.perf_counter()
-    tokenizer = load_tokenizer(spec["model"]["path"])
     model = load_plain(spec, torch.float32)
-    batches = [
-        {key: tensor.to(device) for key, tensor in batch.items()}
-        for batch in make_batches(spec["rows"], tokenizer, dataset, model.config.is_encoder_decoder)
-    ]
+    on_host = make_batches(spec, model.config.is_encoder_decoder)
+    batches = [{key: tensor.to(device) for key, tensor in batch.items()} for batch in on_host]
     model = _adapt(model, options)
     config = make_ds_config(dataset["batch_size"], options.pop("config", {}))
     num_micro_batches = config["gradient_accumulation_steps"]
@@ -128,16 +125,15 @@ def make_ds_config(batch_size: int, given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def make_batches(
-    rows: list[dict[str, Any]], tokenizer: Any, dataset: dict[str, Any], is_encoder_decoder: bool
-) -> list[dict[str, Tensor]]:
+def make_batches(spec: dict[str, Any], is_encoder_decoder: bool) -> list[dict[str, Tensor]]:
     """Return batches of ``input_ids``, ``attention_mask`` and ``labels``, (batch_size, longest) int64.
 
     The loss is that of the answer alone.  A last batch that would be smaller begins again with the first rows.
     """
+    dataset, tokenizer = spec["dataset"], load_tokenizer(spec["model"]["path"])
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     examples = []
-    for row in rows:
+    for row in spec["rows"]:
         prompt = tokenizer(row["input"], truncation=True, max_length=dataset["max_prompt_tokens"])["input_ids"]
         answer = tokenizer(row["output"], truncation=True, max_length=dataset["new_tokens"])["input_ids"]
         if is_encoder_decoder:
@@ -161,10 +157,8 @@ def plan_training(spec: dict[str, Any]) -> dict[str, Any]:
 
     dataset = spec["dataset"]
     model_config = transformers.AutoConfig.from_pretrained(spec["model"]["path"])
-    tokenizer = load_tokenizer(spec["model"]["path"])
-    batches = make_batches(spec["rows"], tokenizer, dataset, model_config.is_encoder_decoder)
     config = make_ds_config(dataset["batch_size"], spec["technique"]["options"].get("config", {}))
-    planned = predict_training(spec, config, batches[0])
+    planned = predict_training(spec, config, make_batches(spec, model_config.is_encoder_decoder)[0])
     if "error" in planned:
         raise UnsupportedTechnique(f"the plan has no answer: {planned['error']}")
     samples = dataset["batch_size"] * config["gradient_accumulation_steps"] * spec["hardware"]["ranks"]

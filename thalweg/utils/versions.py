@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from functools import cache
 
@@ -20,6 +21,14 @@ def python_version_problem() -> str:
 def torch_version_problem(version: str) -> str:
     """What is to be said about this torch (``torch.__version__``), or nothing."""
     return _version_problem("torch", version, TRIED_TORCH)
+
+
+def installed_version(name: str) -> str | None:
+    """The version of an installed distribution; None where it is not there."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _version_problem(name: str, version: str, tried: tuple[str, ...]) -> str:

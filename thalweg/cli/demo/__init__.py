@@ -74,15 +74,8 @@ def run(args: argparse.Namespace) -> int:
         sys.stderr.write(f"warning: --nproc {args.nproc} on {cores} cores: the processes will wait for each other\n")
     from thalweg.cli.demo.corpus import prepare_corpus
 
-    settings = DemoSettings(
-        out=str(out),
-        results="",
-        steps=args.steps,
-        stage=args.stage,
-        nproc=args.nproc,
-        seed=args.seed,
-        device=_resolve_device(args.device, args.nproc),
-    )
+    given = {name: getattr(args, name) for name in ("steps", "stage", "nproc", "seed")}
+    settings = DemoSettings(str(out), results="", device=_resolve_device(args.device, args.nproc), **given)
     vocabulary = prepare_corpus(out, settings.vocabulary, log)
     precision = args.precision
     if precision == "auto":

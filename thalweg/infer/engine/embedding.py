@@ -20,7 +20,8 @@ from torch import Tensor
 from thalweg.infer import types as infer_types
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.runners.base import EncoderInput, EncoderRunner
-from thalweg.infer.types import EngineStats, ModelMetadata, Request, RequestOutput
+from thalweg.infer.types import EngineStats, ModelMetadata
+from thalweg.utils.buckets import iter_buckets
 
 MAX_NUM_SEQS = 64  # sequences at a time
 
@@ -69,7 +70,7 @@ def _pooling_mode(config: dict[str, Any]) -> str:
     return known[modes[0]]
 
 
-class EmbeddingEngine:
+class EmbeddingEngine(infer_types.EngineCore):
     """An :class:`~thalweg.infer.types.EngineCore` that embeds and generates nothing."""
 
     def __init__(self, runner: EncoderRunner, metadata: ModelMetadata, tokenizer: Any, pooling: Pooling) -> None:
@@ -84,27 +85,12 @@ class EmbeddingEngine:
             if len(prompt) > max_length:
                 raise ValueError(f"the prompt has {len(prompt)} tokens; this model takes {max_length}")
         rows: list[Tensor] = []
-        for batch in infer_types.batch_prompts(prompts, MAX_NUM_SEQS, self.runner.max_num_batched_tokens):
+        for batch in iter_buckets(prompts, len, self.runner.max_num_batched_tokens, MAX_NUM_SEQS):
             lengths = [len(prompt) for prompt in batch]
             self._counters.update(steps=1, prompt=sum(lengths))
             states = self.runner.run([EncoderInput(0, prompt) for prompt in batch])
             rows += [self.pooling(own) for own in states.split(lengths)]
         return torch.stack(rows) if rows else torch.empty(0, 0)
-
-    def add(self, request: Request) -> None:
-        """Refuse: an encoder generates nothing."""
-        raise ValueError(f"{self.metadata.name} is an encoder and generates nothing: use embed")
-
-    def abort(self, request_id: str) -> None:
-        """Nothing is ever queued."""
-
-    def step(self) -> list[RequestOutput]:
-        """Nothing is ever queued."""
-        return []
-
-    def has_work(self) -> bool:
-        """Nothing is ever queued."""
-        return False
 
     def stats(self) -> EngineStats:
         """Return the counters."""

@@ -30,7 +30,7 @@ from thalweg.utils.log import get_logger
 log = get_logger(__name__)
 
 
-class LLMEngine:
+class LLMEngine(infer_types.EngineCore):
     """An :class:`~thalweg.infer.types.EngineCore` around a runner.
 
     ``decoder_start_ids``: the first decoder tokens of an encoder-decoder model.  ``proposer``: where draft tokens come

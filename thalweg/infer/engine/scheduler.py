@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -222,20 +222,19 @@ class BlockPool:
         return self._last_id
 
 
-class Proposer(Protocol):
+class Proposer:
     """Proposes draft tokens for decoding sequences; wrong ones cost time alone."""
 
     def num_proposals(self, sequence: Sequence, limit: int) -> int:
         """Return how many draft tokens there will be for a sequence, up to ``limit`` (at least 1)."""
-        ...
+        return limit
 
     def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Return as many draft tokens as requested; the sequences hold blocks for them."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """Free what it holds."""
-        ...
 
 
 @dataclass

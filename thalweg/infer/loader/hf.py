@@ -82,9 +82,8 @@ def load_model(model: str | Path, options: EngineConfig) -> Any:
     }[kind]
     if is_supported(config) and Path(model).is_dir():
         compute_dtype = dtype if isinstance(dtype, torch.dtype) else getattr(config, "dtype", None) or torch.bfloat16
-        return (
-            load_quantized(auto_class, Path(model), config, compute_dtype, trust_remote_code).to(options.device).eval()
-        )
+        loaded = load_quantized(auto_class, Path(model), config, compute_dtype, trust_remote_code)
+        return loaded.to(options.device).eval()
     try:
         loaded, loading_info = with_bottleneck_adapters(auto_class, config).from_pretrained(
             model, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True,

@@ -28,16 +28,7 @@ from thalweg.infer.lora import LoraManager
 from thalweg.infer.models import build_decoder_spec, build_encoder_spec
 from thalweg.infer.models.spec import DecoderSpec, EncoderSpec, MoESpec, UnsupportedModelError, get_max_model_len
 from thalweg.infer.precision import NUM_PROBE_TOKENS, check_logits_close, eval_mode, get_weight_format
-from thalweg.infer.runners import transformers_runner
-from thalweg.infer.runners.base import (
-    BLOCK_SIZE,
-    EncoderInput,
-    ModelInput,
-    ModelRunner,
-    QuerySpan,
-    RunnerRequest,
-    count_kv_blocks,
-)
+from thalweg.infer.runners import base, transformers_runner
 from thalweg.infer.runners.cpu_encoder import CpuEncoder
 from thalweg.infer.runners.cpu_runner import CpuRunner
 from thalweg.infer.runners.torch_runner import TorchEncoder, TorchRunner
@@ -184,7 +175,7 @@ def _load_encoder(
         max_length = min(options.max_model_len or model_max, model_max)
     else:
         max_length = get_max_model_len(spec, options.max_model_len)
-    runner = runner_type(RunnerRequest(model, spec, options, max_length, num_slots=MAX_NUM_SEQS))
+    runner = runner_type(base.RunnerRequest(model, spec, options, max_length, num_slots=MAX_NUM_SEQS))
     return EmbeddingEngine(runner, _make_metadata(model, options, name, "encoder", max_length), tokenizer, pooling)
 
 
@@ -241,7 +232,7 @@ def _make_runner(
     weights_id: Any,
     draft_spec: DecoderSpec | None,
     spec: DecoderSpec | None,
-) -> tuple[ModelRunner, int]:
+) -> tuple[base.ModelRunner, int]:
     """Return the runner of a model in this process, and its longest sequence."""
     undescribed = ""
     if spec is None and forced_runner != "transformers":
@@ -249,24 +240,24 @@ def _make_runner(
     runner_type = choose_runner(DECODER_RUNNERS, spec, options, forced_runner, undescribed)
     if spec is None:
         max_length = transformers_runner.get_max_length(model.config.get_text_config(), options.max_model_len)
-        return runner_type(RunnerRequest(model, None, options, max_length, options.max_num_seqs)), max_length
+        return runner_type(base.RunnerRequest(model, None, options, max_length, options.max_num_seqs)), max_length
     max_length = get_max_model_len(spec, options.max_model_len)
     num_slots = options.max_num_seqs
     if num_slots == 0:
         from thalweg.infer.offload.weight_ring import throughput_batch_size
 
         num_slots = throughput_batch_size(spec, get_weight_format(options), options, max_length)
-    count_blocks = partial(count_kv_blocks, spec, replace(options, max_num_seqs=num_slots), max_length, draft_spec)
+    count_blocks = partial(base.count_kv_blocks, spec, replace(options, max_num_seqs=num_slots), max_length, draft_spec)
     # On a device its memory is what counts, once the weights are there.
     num_blocks = count_blocks() if resolve_device(options.device).type == "cpu" else count_blocks
     lora = LoraManager(options.lora_adapters, model, spec) if options.lora_adapters else None
-    request = RunnerRequest(model, spec, options, max_length, num_slots, num_blocks, lora)
+    request = base.RunnerRequest(model, spec, options, max_length, num_slots, num_blocks, lora)
     if not options.weight_offload:
         return runner_type(request), max_length
     return _build_offloaded(runner_type, request, weights_id), max_length
 
 
-def _build_offloaded(runner_type: Any, request: RunnerRequest, weights_id: Any) -> ModelRunner:
+def _build_offloaded(runner_type: Any, request: base.RunnerRequest, weights_id: Any) -> base.ModelRunner:
     """Return a runner whose weights are read from a file of packed ones, or from the model's own tensors."""
     from thalweg.infer.offload.weight_ring import WeightRing
 
@@ -296,7 +287,7 @@ def _build_offloaded(runner_type: Any, request: RunnerRequest, weights_id: Any) 
 
 def _make_parallel_runner(
     model: Any, options: EngineConfig, forced_runner: str | None, workers: Any, decoder: DecoderSpec | None
-) -> tuple[ModelRunner, int]:
+) -> tuple[base.ModelRunner, int]:
     """Return rank 0's runner of a model of which each worker has a shard."""
     from thalweg.infer.parallel.executor import kernel_gap, start_driver
     from thalweg.infer.parallel.shard import shard_for_rank
@@ -320,8 +311,8 @@ def _make_parallel_runner(
         # A stage's first rank has the most heads; each rank has as many blocks as the stage that needs most.
         num_blocks = None
         if resolve_device(options.device).type == "cpu":
-            counts = [count_kv_blocks(x, options, max_length, num_processes=workers.num_ranks) for x in stage_specs]
-            num_blocks = min(counts)
+            ranks = workers.num_ranks
+            num_blocks = min(base.count_kv_blocks(x, options, max_length, num_processes=ranks) for x in stage_specs)
         driver = start_driver(decoder, options, workers, cpu=cpu, num_blocks=num_blocks, max_length=max_length)
         return driver, max_length
     except BaseException:
@@ -334,10 +325,10 @@ def verify(model: Any, spec: DecoderSpec | EncoderSpec, cache_weights: bool = Tr
     """Raise UnsupportedModelError unless the description gives the model's own logits, an encoder's its last states."""
     parameter = next(model.parameters())
     config = EngineConfig(device=str(parameter.device))
-    request = RunnerRequest(None, spec, config, max_model_len=BLOCK_SIZE, num_slots=1, num_blocks=2)
+    request = base.RunnerRequest(None, spec, config, max_model_len=base.BLOCK_SIZE, num_slots=1, num_blocks=2)
     if isinstance(spec, EncoderSpec):
         probe = (torch.arange(NUM_PROBE_TOKENS) * 7 % spec.vocab_size).tolist()
-        states = TorchEncoder(request, parameter.dtype).run([EncoderInput(0, probe)])
+        states = TorchEncoder(request, parameter.dtype).run([base.EncoderInput(0, probe)])
         return check_logits_close(states, transformers_runner.compute_hidden_states(model, probe), parameter.dtype)
     tokens = torch.randint(spec.vocab_size, (NUM_PROBE_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
     ids = torch.tensor([tokens], device=parameter.device)
@@ -345,9 +336,10 @@ def verify(model: Any, spec: DecoderSpec | EncoderSpec, cache_weights: bool = Tr
     with eval_mode(model):
         expected = model(input_ids=ids, return_dict=True, **extra_inputs).logits[0].float()
     reference = TorchRunner(request, parameter.dtype, cache_weights)
-    batch = ModelInput(tokens, [QuerySpan(0, 0, NUM_PROBE_TOKENS)], range(NUM_PROBE_TOKENS), block_tables=[[0]])
+    spans, rows = [base.QuerySpan(0, 0, NUM_PROBE_TOKENS)], range(NUM_PROBE_TOKENS)
+    batch = base.ModelInput(tokens, spans, rows, block_tables=[[0]])
     if spec.encoder is not None:
-        reference.run_encoder([EncoderInput(0, tokens, blocks=[1])])
+        reference.run_encoder([base.EncoderInput(0, tokens, blocks=[1])])
         batch.tokens, batch.encoder_block_tables, batch.encoder_seq_lens = tokens[::-1], [[1]], [NUM_PROBE_TOKENS]
     is_moe = any(isinstance(layer.mlp, MoESpec) for layer in spec.layers)
     return check_logits_close(reference.run(batch), expected, parameter.dtype, is_moe=is_moe)
@@ -368,11 +360,11 @@ def _build_draft_spec(draft_model: Any, model_kind: str, options: EngineConfig) 
 
 
 def _make_proposer(
-    draft_model: Any, draft_spec: DecoderSpec, target_runner: ModelRunner, options: EngineConfig, target: ModelMetadata
+    draft_model: Any, draft_spec: DecoderSpec, target: base.ModelRunner, options: EngineConfig, metadata: ModelMetadata
 ) -> DraftModelProposer:
     """Return the proposer of a described draft model, with a cache of the same blocks as its target's."""
-    max_length = target.max_length
-    if isinstance(target_runner, TransformersRunner):
+    max_length = metadata.max_length
+    if isinstance(target, TransformersRunner):
         raise ValueError("draft_model: a model that runs through its own code cannot take back rejected tokens")
     if draft_spec.max_length < max_length:
         raise ValueError(
@@ -380,12 +372,12 @@ def _make_proposer(
         )
     # What it proposes is verified: it may depend on who else runs.
     options = replace(options, max_model_len=max_length, batch_invariant=False)
-    runner_type, num_blocks = choose_runner(DECODER_RUNNERS[:2], draft_spec, options), target_runner.num_blocks
-    request = RunnerRequest(draft_model, draft_spec, options, max_length, options.max_num_seqs, num_blocks)
+    runner_type, num_blocks = choose_runner(DECODER_RUNNERS[:2], draft_spec, options), target.num_blocks
+    request = base.RunnerRequest(draft_model, draft_spec, options, max_length, options.max_num_seqs, num_blocks)
     return DraftModelProposer(
         runner_type(request),
         max_num_batched_tokens=options.max_num_batched_tokens,
-        vocab_size=target.vocab_size,
+        vocab_size=metadata.vocab_size,
         draft_vocab_size=draft_spec.vocab_size,
     )
 

@@ -38,13 +38,6 @@ def build_encoder_spec(model: Any) -> EncoderSpec:
     return _build_spec(model, ENCODERS, "build_encoder")
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on the host or a device: no property of the model, so no reason for a slower runner."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "allocate memory" in str(error)  # as torch's CPU allocator says it
-
-
 def _build_spec(model: Any, registry: dict[str, str], builder: str) -> Any:
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     module_name = registry.get(model_type or "")
@@ -56,7 +49,8 @@ def _build_spec(model: Any, registry: dict[str, str], builder: str) -> Any:
         raise
     # A variant with other modules than the family's usual ones:
     except (AttributeError, AssertionError, TypeError, KeyError, IndexError, ValueError, RuntimeError) as error:
-        if is_out_of_memory(error):
+        # Not the model's fault; torch's CPU allocator says so in words alone.
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise
         raise UnsupportedModelError(
             f"a {model_type} model with unusual modules: {type(error).__name__} {error}"

@@ -72,15 +72,11 @@ def _build_layer(layer: Any, c: Any, num_heads: int) -> DecoderLayerSpec:
     a, head_dim = layer.self_attn, c.d_model // num_heads
     attention = specs.build_attention(build_linear(a.q_proj, a.k_proj, a.v_proj), a.out_proj, num_heads, head_dim)
     mlp = specs.build_plain_mlp(layer.fc1, layer.fc2, c.activation_function)
-    first, last = build_norm(layer.self_attn_layer_norm), build_norm(layer.final_layer_norm)
     is_post_norm, cross = c.model_type in _POST_NORM, None
     if (x := getattr(layer, "encoder_attn", None)) is not None:
         norm = build_norm(layer.encoder_attn_layer_norm)
         before, after = (None, norm) if is_post_norm else (norm, None)
         q, kv, out = build_linear(x.q_proj), build_linear(x.k_proj, x.v_proj), build_linear(x.out_proj)
         cross = specs.CrossAttentionSpec(before, q, kv, out, head_dim**-0.5, residual_norm=after)
-    if is_post_norm:
-        return DecoderLayerSpec(
-            None, attention, mlp, None, attn_residual_norm=first, mlp_residual_norm=last, cross_attention=cross
-        )
-    return DecoderLayerSpec(first, attention, mlp, last, cross_attention=cross)
+    norms = layer.self_attn_layer_norm, layer.final_layer_norm
+    return specs.build_layer(attention, mlp, *norms, post_norm=is_post_norm, cross_attention=cross)

@@ -42,8 +42,7 @@ def _build_layer(layer: Any, c: Any) -> DecoderLayerSpec:
     qkv = build_linear(a.query, a.key, a.value)
     attention = specs.build_attention(qkv, out.dense, c.num_attention_heads, a.attention_head_size)
     mlp = specs.build_plain_mlp(layer.intermediate.dense, layer.output.dense, c.hidden_act)
-    first, second = build_norm(out.LayerNorm), build_norm(layer.output.LayerNorm)
-    return DecoderLayerSpec(None, attention, mlp, None, attn_residual_norm=first, mlp_residual_norm=second)
+    return specs.build_layer(attention, mlp, out.LayerNorm, layer.output.LayerNorm, post_norm=True)
 
 
 def _build_distilbert_layer(layer: Any, c: Any) -> DecoderLayerSpec:
@@ -51,5 +50,4 @@ def _build_distilbert_layer(layer: Any, c: Any) -> DecoderLayerSpec:
     qkv = build_linear(a.q_lin, a.k_lin, a.v_lin)
     attention = specs.build_attention(qkv, a.out_lin, c.n_heads, c.dim // c.n_heads)
     mlp = specs.build_plain_mlp(layer.ffn.lin1, layer.ffn.lin2, c.activation)
-    first, second = build_norm(layer.sa_layer_norm), build_norm(layer.output_layer_norm)
-    return DecoderLayerSpec(None, attention, mlp, None, attn_residual_norm=first, mlp_residual_norm=second)
+    return specs.build_layer(attention, mlp, layer.sa_layer_norm, layer.output_layer_norm, post_norm=True)

@@ -23,8 +23,7 @@ def build_decoder(model: Any) -> specs.DecoderSpec:
         qkv = specs.deinterleave_qkv(specs.build_linear(a.query_key_value), c.n_head, dim)
         attention = specs.build_attention(qkv, a.dense, c.n_head, dim, alibi_slopes=slopes)
         mlp = specs.build_plain_mlp(block.mlp.dense_h_to_4h, block.mlp.dense_4h_to_h, "gelu_new")
-        norms = specs.build_norm(block.input_layernorm), specs.build_norm(block.post_attention_layernorm)
-        layers.append(specs.DecoderLayerSpec(norms[0], attention, mlp, norms[1]))
+        layers.append(specs.build_layer(attention, mlp, block.input_layernorm, block.post_attention_layernorm))
     return specs.assemble_decoder(
         model, layers, specs.build_norm(m.ln_f), max_length=getattr(c, "seq_length", None) or 2048,
         embed_norm=specs.build_norm(m.word_embeddings_layernorm),

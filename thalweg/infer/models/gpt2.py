@@ -21,7 +21,6 @@ def build_decoder(model: Any) -> specs.DecoderSpec:
         qkv = specs.build_linear(block.attn.c_attn)
         attention = specs.build_attention(qkv, block.attn.c_proj, c.n_head, dim, scale=scale)
         mlp = specs.build_plain_mlp(block.mlp.c_fc, block.mlp.c_proj, c.activation_function)
-        norms = specs.build_norm(block.ln_1), specs.build_norm(block.ln_2)
-        layers.append(specs.DecoderLayerSpec(norms[0], attention, mlp, norms[1]))
+        layers.append(specs.build_layer(attention, mlp, block.ln_1, block.ln_2))
     position_embeddings = m.wpe.weight.detach()
     return specs.assemble_decoder(model, layers, specs.build_norm(m.ln_f), position_embeddings=position_embeddings)

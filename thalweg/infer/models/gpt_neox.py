@@ -18,7 +18,6 @@ def build_decoder(model: Any) -> specs.DecoderSpec:
         qkv = specs.deinterleave_qkv(specs.build_linear(block.attention.query_key_value), num_heads, dim)
         attention = specs.build_attention(qkv, block.attention.dense, num_heads, dim, rope=rope)
         mlp = specs.build_plain_mlp(block.mlp.dense_h_to_4h, block.mlp.dense_4h_to_h, c.hidden_act)
-        norms = specs.build_norm(block.input_layernorm), specs.build_norm(block.post_attention_layernorm)
-        parallel = c.use_parallel_residual
-        layers.append(specs.DecoderLayerSpec(norms[0], attention, mlp, norms[1], parallel_residual=parallel))
+        norms = block.input_layernorm, block.post_attention_layernorm
+        layers.append(specs.build_layer(attention, mlp, *norms, parallel_residual=c.use_parallel_residual))
     return specs.assemble_decoder(model, layers, specs.build_norm(m.final_layer_norm))

@@ -6,7 +6,6 @@ them is multiplied into embedding and head.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from thalweg.infer.models import spec as specs
@@ -23,12 +22,8 @@ def build_decoder(model: Any) -> specs.DecoderSpec:
         qkv = build_linear(a.q_proj, a.k_proj, a.v_proj)
         attention = specs.build_attention(qkv, a.out_proj, num_heads, c.hidden_size // num_heads)
         mlp = specs.build_plain_mlp(block.fc1, block.fc2, c.activation_function)
-        first, second = build_norm(block.self_attn_layer_norm), build_norm(block.final_layer_norm)
-        if c.do_layer_norm_before:
-            layers.append(specs.DecoderLayerSpec(first, attention, mlp, second))
-        else:
-            layer = specs.DecoderLayerSpec(None, attention, mlp, None, attn_residual_norm=first)
-            layers.append(replace(layer, mlp_residual_norm=second))
+        norms = block.self_attn_layer_norm, block.final_layer_norm
+        layers.append(specs.build_layer(attention, mlp, *norms, post_norm=not c.do_layer_norm_before))
     embed, head = m.embed_tokens.weight.detach(), build_linear(model.lm_head)
     if m.project_in is not None:
         embed = embed @ m.project_in.weight.detach().t()

@@ -289,29 +289,26 @@ def map_linears(part: Any, change: Callable[[LinearSpec], LinearSpec]) -> Any:
 
 def list_linears(part: Any) -> list[LinearSpec]:
     """Return a description's linear layers, in an order that its structure alone gives."""
-    layers: list[LinearSpec] = []
-
-    def collect(layer: LinearSpec) -> LinearSpec:
-        layers.append(layer)
-        return layer
-
-    map_linears(part, collect)
-    return layers
+    return list(_walk(part, LinearSpec))
 
 
 def list_tensors(part: Any) -> Iterator[Tensor]:
     """Yield the tensors of a description but for the weights of its linear layers, in an order that its structure alone
     gives."""
-    if isinstance(part, Tensor):
+    return _walk(part, Tensor)
+
+
+def _walk(part: Any, kind: type) -> Iterator[Any]:
+    if isinstance(part, kind):
         yield part
     elif isinstance(part, LinearSpec):
-        yield from list_tensors(part.bias)
+        yield from _walk(part.bias, kind)
     elif isinstance(part, Sequence) and not isinstance(part, str):
         for item in part:
-            yield from list_tensors(item)
+            yield from _walk(item, kind)
     elif is_dataclass(part) and not isinstance(part, type):
         for field in fields(part):
-            yield from list_tensors(getattr(part, field.name))
+            yield from _walk(getattr(part, field.name), kind)
 
 
 def get_max_model_len(spec: DecoderSpec | EncoderSpec, requested: int | None) -> int:
@@ -443,6 +440,17 @@ def build_attention(
 def build_plain_mlp(up: nn.Module, down: nn.Module, activation: Any) -> MLPSpec:
     """Describe an MLP without a gate."""
     return MLPSpec(build_linear(up), build_linear(down), activation_name(activation), gated=False)
+
+
+def build_layer(
+    attention: AttentionSpec, mlp: MLPSpec, first: Any, second: Any, *, post_norm: bool = False, **fields: Any
+) -> DecoderLayerSpec:
+    """Describe a layer whose two norms stand before attention and MLP or, ``post_norm``, behind their sums with x."""
+    before, after = build_norm(first), build_norm(second)
+    if post_norm:
+        fields |= {"attn_residual_norm": before, "mlp_residual_norm": after}
+    norms = (None, None) if post_norm else (before, after)
+    return DecoderLayerSpec(norms[0], attention, mlp, norms[1], **fields)
 
 
 def assemble_decoder(

@@ -18,15 +18,11 @@ def build_decoder(model: Any) -> DecoderSpec:
     c, stack = model.config, model.decoder
     width = model.lm_head.weight.shape[1]
     norm = build_rms_norm(stack.final_layer_norm)
-    if _scales_outputs(c):
+    # T5 1.0, whose head is the embedding, scales the states before it
+    if c.model_type != "mt5" and getattr(c, "scale_decoder_outputs", c.tie_word_embeddings):
         norm = specs.NormSpec("rms", norm.weight.float() * width**-0.5, None, norm.eps)
     head = build_linear(model.lm_head)
     return DecoderSpec(**_build_stack(stack, c), final_norm=norm, lm_head=head, encoder=build_encoder(model))
-
-
-def _scales_outputs(c: Any) -> bool:
-    """Whether states are scaled before the head: in T5 1.0, whose head is the embedding."""
-    return c.model_type != "mt5" and getattr(c, "scale_decoder_outputs", c.tie_word_embeddings)
 
 
 def build_encoder(model: Any) -> EncoderSpec:
@@ -58,8 +54,8 @@ def _build_layers(stack: Any, c: Any) -> list[DecoderLayerSpec]:
         qkv = build_linear(a.q, a.k, a.v)
         attention = specs.build_attention(qkv, a.o, c.num_heads, c.d_kv, scale=1.0, relative_bias=relative)
         cross = _build_cross_attention(block.layer[1]) if len(block.layer) == 3 else None
-        norms, mlp = [build_rms_norm(x.layer_norm) for x in (first, last)], _build_mlp(last.DenseReluDense, c)
-        layers.append(DecoderLayerSpec(norms[0], attention, mlp, norms[1], cross_attention=cross))
+        mlp = _build_mlp(last.DenseReluDense, c)
+        layers.append(specs.build_layer(attention, mlp, first.layer_norm, last.layer_norm, cross_attention=cross))
     return layers
 
 

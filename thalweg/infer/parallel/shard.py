@@ -68,6 +68,8 @@ def shard_stage(
         raise ValueError(
             f"tensor_parallel is {tensor_parallel}; this model's heads can be divided by {', '.join(valid)}"
         )
+    if num_ranks == 1:
+        return decoder
     head = decoder.lm_head
     if head.out_features:
         head = head.slice_outputs(vocab_range(decoder.vocab_size, rank, num_ranks))
@@ -130,8 +132,6 @@ def _shard_attention(a: AttentionSpec, rank: int, num_ranks: int) -> AttentionSp
 
 
 def _shard_mlp(m: MLPSpec, rank: int, num_ranks: int) -> MLPSpec:
-    if num_ranks == 1:
-        return m
     inner = m.down.in_features
     low, high = _intermediate_range(inner, rank, num_ranks)
     ranges = [(low, high), (inner + low, inner + high)] if m.gated else [(low, high)]
@@ -140,8 +140,6 @@ def _shard_mlp(m: MLPSpec, rank: int, num_ranks: int) -> MLPSpec:
 
 def _shard_moe(m: MoESpec, rank: int, num_ranks: int, expert_parallel: int) -> MoESpec:
     """Return a rank's experts: of its part of them all, or of all, some of the inner units."""
-    if num_ranks == 1:
-        return m
     ranks_per_expert_shard = num_ranks // expert_parallel
     begin, end = _part(len(m.up), rank // ranks_per_expert_shard, expert_parallel)
     inner = m.down.shape[2]

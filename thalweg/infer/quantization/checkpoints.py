@@ -57,7 +57,7 @@ def load_quantized(auto: Any, folder: Path, config: Any, dtype: torch.dtype, tru
     """
     quant_config, method = _get_quant_config(config), get_quant_method(config)
     assert quant_config is not None and method is not None, "only for a model whose config tells of a quantisation"
-    dequantize, files = _DEQUANTIZERS[method], sorted(folder.glob("*.safetensors"))
+    (marker, dequantize), files = _DEQUANTIZERS[method], sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder}: its weights are quantised by {method}, and there is no safetensors file")
     stored_tensors: dict[str, Tensor] = {}
@@ -66,7 +66,7 @@ def load_quantized(auto: Any, folder: Path, config: Any, dtype: torch.dtype, tru
     dequantized: dict[str, Tensor] = {}
     for owner, tensors in _group_by_module(stored_tensors).items():
         try:
-            weight = dequantize(tensors, quant_config)
+            weight = dequantize(tensors, quant_config) if marker in tensors else None
         except ValueError as error:
             raise ValueError(f"{folder}: {owner}: {error}") from None
         except (KeyError, RuntimeError, IndexError) as error:
@@ -126,9 +126,7 @@ def _unpack_int32(packed: Tensor, bits: int) -> Tensor:
     return ((packed[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
 
 
-def _dequantize_gptq(tensors: TensorMap, quant_config: Mapping[str, Any]) -> Tensor | None:
-    if "qweight" not in tensors:
-        return None
+def _dequantize_gptq(tensors: TensorMap, quant_config: Mapping[str, Any]) -> Tensor:
     bits = int(quant_config.get("bits", 4))
     values = _unpack_int32(tensors["qweight"].t(), bits)  # (outputs, inputs)
     zeros = _unpack_int32(tensors["qzeros"], bits)[:, : len(values)]
@@ -146,9 +144,7 @@ def _dequantize_gptq(tensors: TensorMap, quant_config: Mapping[str, Any]) -> Ten
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def _dequantize_awq(tensors: TensorMap, quant_config: Mapping[str, Any]) -> Tensor | None:
-    if "qweight" not in tensors:
-        return None
+def _dequantize_awq(tensors: TensorMap, quant_config: Mapping[str, Any]) -> Tensor:
     bits, version = (int(quant_config.get("bits", quant_config.get("w_bit", 4))), quant_config.get("version", "gemm"))
     if bits != 4 or str(version).lower() != "gemm":
         raise ValueError(f"AWQ weights of {bits} bits in version {version} are not known here; 4 bits, gemm are")
@@ -159,9 +155,7 @@ def _dequantize_awq(tensors: TensorMap, quant_config: Mapping[str, Any]) -> Tens
     return ((values - _expand_scale(zeros, values)).float() * _expand_scale(tensors["scales"].float(), values)).t()
 
 
-def _dequantize_compressed_tensors(tensors: TensorMap, quant_config: Mapping[str, Any]) -> Tensor | None:
-    if "weight_scale" not in tensors:
-        return None
+def _dequantize_compressed_tensors(tensors: TensorMap, quant_config: Mapping[str, Any]) -> Tensor:
     scale, zero = tensors["weight_scale"].float(), tensors.get("weight_zero_point")
     if "weight_packed" in tensors:
         outputs, inputs = (int(size) for size in tensors["weight_shape"])
@@ -176,9 +170,7 @@ def _dequantize_compressed_tensors(tensors: TensorMap, quant_config: Mapping[str
         weight = tensors["weight"].float()
     group = tensors.get("weight_g_idx")
     if group is not None and group.numel() == weight.shape[1] and int(group.min()) >= 0:
-        chosen = group.long()
-        zeros = 0.0 if zero is None else zero.float()[:, chosen]
-        return (weight - zeros) * scale[:, chosen]
+        scale, zero = scale[:, group.long()], None if zero is None else zero[:, group.long()]
     if zero is not None:
         weight = weight - _expand_scale(zero.float(), weight)
     return weight * _expand_scale(scale, weight)
@@ -208,14 +200,13 @@ def _expand_scale(scale: Tensor, weight: Tensor) -> Tensor:
 
 
 def _dequantize_fp8(tensors: TensorMap, quant_config: Mapping[str, Any]) -> Tensor | None:
-    weight = tensors.get("weight")
-    if weight is None or weight.dtype not in _FP8_DTYPES:
+    if tensors["weight"].dtype not in _FP8_DTYPES:
         return None
     inverse = tensors.get("weight_scale_inv", tensors.get("weight_scale"))
     if inverse is None:
         raise KeyError("weight_scale_inv")
     block = quant_config.get("weight_block_size")
-    values = weight.float()
+    values = tensors["weight"].float()
     if not block or inverse.numel() == 1:
         return values * _expand_scale(inverse.float(), values)
     scale = inverse.float().repeat_interleave(int(block[0]), 0).repeat_interleave(int(block[1]), 1)
@@ -242,10 +233,11 @@ def _dequantize_bitsandbytes(tensors: TensorMap, quant_config: Mapping[str, Any]
     return (tensors["weight.quant_map"].float()[codes[:count]] * scale).view(*quant_state["shape"])
 
 
-_DEQUANTIZERS: dict[str, Callable[[TensorMap, Mapping[str, Any]], Tensor | None]] = {
-    "gptq": _dequantize_gptq,
-    "awq": _dequantize_awq,
-    "compressed-tensors": _dequantize_compressed_tensors,
-    "fp8": _dequantize_fp8,
-    "bitsandbytes": _dequantize_bitsandbytes,
+# By method: a tensor that each of its modules has, and what makes the weight; None where it is stored as it is.
+_DEQUANTIZERS: dict[str, tuple[str, Callable[[TensorMap, Mapping[str, Any]], Tensor | None]]] = {
+    "gptq": ("qweight", _dequantize_gptq),
+    "awq": ("qweight", _dequantize_awq),
+    "compressed-tensors": ("weight_scale", _dequantize_compressed_tensors),
+    "fp8": ("weight", _dequantize_fp8),
+    "bitsandbytes": ("weight", _dequantize_bitsandbytes),
 }

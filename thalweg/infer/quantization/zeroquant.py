@@ -63,20 +63,14 @@ def zeroquant(model: nn.Module, bits: int = 8, group_size: int = 0, *, quantize_
     Raises:
         ValueError: other bits, or groups that do not divide a layer's inputs.
     """
+    kind = quantize_activations, bits, group_size
+    packed = {(True, 8, 0): "int8", (False, 4, _PACKED_GROUP_SIZE): "int4"}.get(kind)
     for owner, key, name, layer in _list_linears(model):
         _check(layer, bits, group_size, name)
-        packed = None
-        if quantize_activations and bits == 8 and not group_size:
-            packed = "int8"
-        elif not quantize_activations and bits == 4 and group_size == _PACKED_GROUP_SIZE:
-            packed = "int4"
-        setattr(
-            owner,
-            key,
-            QuantizedLinear(layer, packed)
-            if packed
-            else GroupwiseLinear(layer, bits, group_size, quantize_activations),
-        )
+        if packed is not None:
+            setattr(owner, key, QuantizedLinear(layer, packed))
+        else:
+            setattr(owner, key, GroupwiseLinear(layer, bits, group_size, quantize_activations))
     return model
 
 

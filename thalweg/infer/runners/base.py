@@ -132,7 +132,7 @@ class BaseRunner:
 
         ``spec``: the model's description, None where there is none.
         """
-        raise NotImplementedError
+        return None
 
     def close(self) -> None:
         """Free the weights and the cache."""
@@ -180,7 +180,7 @@ class ModelRunner(BaseRunner):
 
     def sleep(self) -> None:
         """Give back the memory of the weights and the cache, and keep everything else until :meth:`wake_up`."""
-        raise NotImplementedError
+        self.close()
 
     def wake_up(self, spec: DecoderSpec | None) -> None:
         """Take new weights, from a description of the same structure (None: those of the live model that the request

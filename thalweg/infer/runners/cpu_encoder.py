@@ -13,7 +13,6 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from thalweg.infer.config import EngineConfig
@@ -21,7 +20,7 @@ from thalweg.infer.models.spec import AttentionSpec, CrossAttentionSpec, Encoder
 from thalweg.infer.precision import get_weight_format
 from thalweg.infer.runners.base import EncoderInput, EncoderRunner, RunnerRequest
 from thalweg.infer.runners.cpu_program import KVRegion, ProgramBuilder, cpu_unsupported_reason, without_positions
-from thalweg.infer.runners.packed_weights import InMemoryWeights, WeightStore
+from thalweg.infer.runners.packed_weights import InMemoryWeights, WeightStore, embedding_writer
 from thalweg.ops import cpu_kernels
 
 # For each layer of a decoder: its cross attention, the self-attention of the same shape, and the cache
@@ -63,9 +62,7 @@ class CpuEncoder(EncoderRunner):
             t.numpy() for t in (*program.inputs[:3], program.last_visible, program.cross_table_offsets, program.counts)
         ]
         (self._programs,) = program.build(program.segments)
-        dtype = torch.float32 if weight_format == "fp32" else torch.bfloat16
-        self._embed = encoder.embed.to(dtype)
-        self._position_embeddings = None if encoder.position_embeddings is None else encoder.position_embeddings.float()
+        self._write_embeddings = embedding_writer(encoder, weight_format)
 
     @torch.inference_mode()
     def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
@@ -92,16 +89,10 @@ class CpuEncoder(EncoderRunner):
                 self._row_lora_ids[span] = encoder_input.lora_id
             offset, block = offset + length, block + blocks
         counts[:] = offset
-        e = self._encoder
-        x = F.embedding(self._tokens[:offset], self._embed)
-        if e.embed_scale != 1.0:
-            x = x.float() * e.embed_scale
-        if self._position_embeddings is not None:
-            rows = self._positions[:offset]
-            if e.pad_token_id >= 0:
-                rows = torch.cat([e.position_ids(torch.tensor(list(x.tokens))) for x in inputs])
-            x = x.float() + self._position_embeddings[rows]
-        self._embedded[:offset] = x
+        e, rows = self._encoder, self._positions[:offset]
+        if e.pad_token_id >= 0:
+            rows = torch.cat([e.position_ids(torch.tensor(list(x.tokens))) for x in inputs])
+        self._write_embeddings(self._embedded, self._tokens[:offset], rows)
         for program in self._programs:
             program.run()
         return self._final[:offset, : self.hidden_size]

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from thalweg.infer.config import EngineConfig
@@ -29,7 +28,7 @@ from thalweg.infer.precision import get_kv_cache_dtype
 from thalweg.infer.runners import cpu_program
 from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, RunnerRequest
 from thalweg.infer.runners.cpu_encoder import CpuEncoder
-from thalweg.infer.runners.packed_weights import InMemoryWeights, lm_head_format
+from thalweg.infer.runners.packed_weights import InMemoryWeights, embedding_writer, lm_head_format
 from thalweg.ops import cpu_kernels
 from thalweg.storage_io.evictable_memory import PagePrefaulter, release_pages
 
@@ -57,8 +56,6 @@ class CpuRunner(ModelRunner):
             raise UnsupportedModelError(reason)
         weights = request.weights
         self._weights = weights or InMemoryWeights(decoder, weight_format)
-        self.vocab_size, self.hidden_size = decoder.vocab_size, decoder.hidden_size
-        self._logit_softcap, self._embed_scale = decoder.logit_softcap, decoder.embed_scale
         assert isinstance(request.num_blocks, int), "on a processor they are counted first"
         self.num_blocks, self.num_slots, self.comm = request.num_blocks, request.num_slots, request.comm
         shape = (self.num_slots, -(-request.max_model_len // self.block_size))
@@ -66,12 +63,9 @@ class CpuRunner(ModelRunner):
         self.block_tables = np.zeros(shape, dtype=np.int32)
         self.encoder_block_tables = np.zeros(shape if decoder.encoder is not None else (0, 0), dtype=np.int32)
         self._has_lora, self._max_num_batched_tokens = request.lora is not None, request.config.max_num_batched_tokens
-        self._embed_dtype = torch.float32 if weight_format == "fp32" else torch.bfloat16
-        self._embed: Tensor = decoder.embed if weights is not None else decoder.embed.to(self._embed_dtype)
-        self._position_embeddings = None if decoder.position_embeddings is None else decoder.position_embeddings.float()
+        self._write_embeddings: Any = embedding_writer(decoder, weight_format, in_place=weights is not None)
         self._spec, self._program = decoder, _DecoderProgram(request, self)
         program = self._program
-        self._embedded, self._logits = program.embedded, program.logits
         self._tokens, self._positions = program.inputs[:2]
         # numpy views of the same memory: cheaper to fill, item by item
         self._np_inputs = [t.numpy() for t in (*program.inputs, program.counts)]
@@ -79,8 +73,6 @@ class CpuRunner(ModelRunner):
         self._np_encoder_inputs = [t.numpy() for t in program.encoder_inputs]
         self._body, self._head = program.build(program.body, program.head)
         self._thread_tuner = cpu_kernels.ThreadTuner() if self.comm is None else None  # ranks have threads dealt out
-        self._out, self._final, self._argmax_buffers = program.out, program.final, program.argmax_buffers
-        self._page_warmer = program.page_warmer
         self._num_last_rows = 0
         self.weight_bytes = program.weight_bytes
         self._encoder: CpuEncoder | None = None
@@ -110,14 +102,14 @@ class CpuRunner(ModelRunner):
         else:
             is_decode = count == len(batch.tokens) == len(batch.spans)
             self._thread_tuner.run(count if is_decode else None, lambda threads: self._run_programs(batch, threads))
-        result = self._logits[:count, : self.vocab_size]
+        result = self._program.logits[:count, : self._spec.vocab_size]
         if batch.wants_hidden_states:
-            states = self._final if comm is None or comm.is_last_stage else self._out
-            result = states[:count, : self.hidden_size]
+            states = self._program.final if comm is None or comm.is_last_stage else self._program.out
+            result = states[:count, : self._spec.hidden_size]
         if comm is not None:
             result = comm.return_result(result)
-        if self._logit_softcap and not batch.wants_hidden_states:
-            result = self._logit_softcap * torch.tanh(result / self._logit_softcap)
+        if self._spec.logit_softcap and not batch.wants_hidden_states:
+            result = self._spec.logit_softcap * torch.tanh(result / self._spec.logit_softcap)
         return result
 
     def _run_programs(self, batch: ModelInput, num_threads: int | None = None) -> None:
@@ -127,7 +119,7 @@ class CpuRunner(ModelRunner):
         comm = self.comm
         self._weights.run(self._body, 0)
         if comm is not None and not comm.is_last_stage:
-            comm.send_activations(self._out[: len(batch.tokens), : self.hidden_size])
+            comm.send_activations(self._program.out[: len(batch.tokens), : self._spec.hidden_size])
         elif not batch.logit_indices:
             self._weights.skip(len(self._body))
         else:
@@ -138,7 +130,7 @@ class CpuRunner(ModelRunner):
         has the head."""
         if self.comm is not None and not self.comm.is_last_stage:
             return None
-        tokens, values = self._argmax_buffers
+        tokens, values = self._program.argmax_buffers
         return tokens[: self._num_last_rows].tolist(), values[: self._num_last_rows].tolist()
 
     def _prepare_inputs(self, batch: ModelInput) -> None:
@@ -171,19 +163,14 @@ class CpuRunner(ModelRunner):
                     blocks = batch.encoder_block_tables[number]
                     self.encoder_block_tables[slot, : len(blocks)] = blocks
                 block = int(self.block_tables[slot, last])
-                self._page_warmer.prefault_to(block // cpu_kernels.BLOCKS_PER_STRIPE)
+                self._program.page_warmer.prefault_to(block // cpu_kernels.BLOCKS_PER_STRIPE)
         num_rows = len(batch.logit_indices)
         logit_indices[:num_rows] = batch.logit_indices
         counts[0], counts[1] = count, num_rows
         if self.comm is not None and not self.comm.is_first_stage:
-            self._embedded[:count] = self.comm.receive_activations(count)
+            self._program.embedded[:count] = self.comm.receive_activations(count)
             return
-        x = F.embedding(self._tokens[:count], self._embed).to(self._embed_dtype)
-        if self._embed_scale != 1.0:
-            x = x.float() * self._embed_scale
-        if self._position_embeddings is not None:
-            x = x.float() + self._position_embeddings[self._positions[:count]]
-        self._embedded[:count] = x
+        self._write_embeddings(self._program.embedded, self._tokens[:count], self._positions[:count])
 
     def sleep(self) -> None:
         """Give back the pages of weights, cache and activations; the program and its addresses stay."""
@@ -191,14 +178,13 @@ class CpuRunner(ModelRunner):
         self._program.kv_memory.release()
         for tensor in self._program.workspace:
             release_pages(tensor)
-        self._embed, self._position_embeddings = torch.empty(0), None
+        self._write_embeddings = None
 
     @torch.inference_mode()
     def wake_up(self, spec: DecoderSpec | None) -> None:
         """Pack new weights where the old ones were."""
         assert spec is not None and self._encoder is None, "a causal model's description"
-        self._embed = spec.embed.to(self._embed_dtype)
-        self._position_embeddings = None if spec.position_embeddings is None else spec.position_embeddings.float()
+        self._write_embeddings = embedding_writer(spec, self._program.weight_format)
         self._program.reload(self._spec, spec)
         self._spec = spec
 

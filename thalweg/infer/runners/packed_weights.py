@@ -8,10 +8,11 @@ at each step the store runs the programs of all segments in order.  Whether the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from thalweg.infer.models.spec import DecoderLayerSpec, DecoderSpec, EncoderSpec, LinearSpec, MLPSpec, list_linears
@@ -69,6 +70,26 @@ class WeightStore:
 
     def close(self) -> None:
         """Free the memory."""
+
+
+def embedding_writer(
+    spec: DecoderSpec | EncoderSpec, weight_format: str, *, in_place: bool = False
+) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """Return ``write(out, tokens, positions)``, which puts the embeddings that a program begins with into the first
+    rows of ``out``.  ``in_place``: the table is read row by row where it lies."""
+    dtype, scale = torch.float32 if weight_format == "fp32" else torch.bfloat16, spec.embed_scale
+    table = spec.embed if in_place else spec.embed.to(dtype)
+    position_table = None if spec.position_embeddings is None else spec.position_embeddings.float()
+
+    def write(out: Tensor, tokens: Tensor, positions: Tensor) -> None:
+        x = F.embedding(tokens, table).to(dtype)
+        if scale != 1.0:
+            x = x.float() * scale
+        if position_table is not None:
+            x = x.float() + position_table[positions]
+        out[: len(tokens)] = x
+
+    return write
 
 
 def layer_linears(layer: DecoderLayerSpec) -> list[LinearSpec]:

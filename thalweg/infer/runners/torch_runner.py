@@ -21,10 +21,11 @@ cache that no sequence has.  All graphs share one pool of memory, as no two run 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any, ClassVar
 
 import numpy as np
@@ -39,15 +40,6 @@ from thalweg.infer.models.spec import AttentionSpec, DecoderSpec, EncoderSpec, L
 from thalweg.infer.precision import get_compute_dtype
 from thalweg.infer.quantization.modules import linear_packer, quantize_experts
 from thalweg.infer.runners import base
-from thalweg.infer.runners.base import (
-    EncoderInput,
-    EncoderRunner,
-    ModelInput,
-    ModelRunner,
-    QuerySpan,
-    RunnerRequest,
-    arrays_to_device,
-)
 from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
@@ -149,9 +141,9 @@ def _is_range(values: np.ndarray, count: int) -> bool:
     return values.size == count and bool((values.ravel() == np.arange(count)).all())
 
 
-def _arrays_of(layouts: Sequence[_GroupLayout]) -> list[np.ndarray]:
+def _arrays_of(layouts: Sequence[_GroupLayout], places: np.ndarray) -> list[np.ndarray]:
     """Return what a step's groups need on the device, four arrays each."""
-    return [array for x in layouts for array in (x.lengths, x.rows, x.positions, x.tables)]
+    return [*(array for x in layouts for array in (x.lengths, x.rows, x.positions, x.tables)), places]
 
 
 def _rows_by_adapter(lora_ids: np.ndarray) -> dict[int, np.ndarray]:
@@ -170,7 +162,9 @@ class TorchLayers:
 
     name: ClassVar[str] = "torch"
 
-    def __init__(self, request: RunnerRequest, dtype: torch.dtype | None = None, cache_weights: bool = True) -> None:
+    def __init__(
+        self, request: base.RunnerRequest, dtype: torch.dtype | None = None, cache_weights: bool = True
+    ) -> None:
         self._lora, self.lora_rows = request.lora, dict[int, Tensor]()
         self.dtype, self.device = dtype or get_compute_dtype(request.config), request.device
         self.max_length = request.max_model_len
@@ -271,13 +265,13 @@ class TorchLayers:
         x.mul_(cos).addcmul_(swapped, sin)
 
     def _attention_metadata(
-        self, layouts: Sequence[_GroupLayout], places: np.ndarray, on_device: Sequence[Tensor], block_size: int
+        self, layouts: Sequence[_GroupLayout], places: np.ndarray, on_device: Iterator[Tensor], block_size: int
     ) -> _AttentionMetadata:
-        """Return groups on our device.  ``on_device``: what :func:`_arrays_of` lists.  ``block_size``: of the tables,
-        0 where the keys lie in the rows of the queries."""
+        """Return groups on our device.  ``on_device`` has what :func:`_arrays_of` lists next.  ``block_size``: of the
+        tables, 0 where the keys lie in the rows of the queries."""
         groups, num_rows = [], len(places)
-        for number, layout in enumerate(layouts):
-            lengths, rows, positions, tables = on_device[4 * number : 4 * number + 4]
+        for layout in layouts:
+            lengths, rows, positions, tables = islice(on_device, 4)
             num_spans, num_queries = rows.shape
             keys = None
             in_order = _is_range(layout.rows, num_rows)
@@ -287,19 +281,14 @@ class TorchLayers:
                 keys = tables.gather(1, key_positions // block_size) * block_size + key_positions % block_size
             elif not in_order:
                 keys = rows
-            groups.append(
-                _AttentionGroup(
-                    (num_spans, num_queries, layout.num_keys),
-                    None if in_order else rows.flatten(),
-                    None if keys is None else keys.flatten(),
-                    positions,
-                    lengths,
-                    is_full=bool((layout.lengths == layout.num_keys).all()),
-                    is_prefill=num_queries == layout.num_keys and not bool(layout.positions[:, 0].any()),
-                )
-            )
+            is_full = bool((layout.lengths == layout.num_keys).all())
+            is_prefill = num_queries == layout.num_keys and not bool(layout.positions[:, 0].any())
+            own_rows, own_keys = (None if in_order else rows.flatten()), (None if keys is None else keys.flatten())
+            shape = num_spans, num_queries, layout.num_keys
+            groups.append(_AttentionGroup(shape, own_rows, own_keys, positions, lengths, is_full, is_prefill))
+        own_places = next(on_device)
         is_in_order = _is_range(places, num_rows) and sum(x.rows.size for x in layouts) == num_rows
-        return _AttentionMetadata(groups, None if is_in_order else on_device[4 * len(layouts)])
+        return _AttentionMetadata(groups, None if is_in_order else own_places)
 
     def _attend(
         self,
@@ -484,11 +473,12 @@ class TorchLayers:
         position_ids = [e.position_ids(torch.from_numpy(t)).numpy() for t in np.split(tokens, np.cumsum(counts)[:-1])]
         no_tables, firsts = np.empty((len(counts), 0), np.int64), np.zeros_like(counts)
         layouts, places = _lay_out_groups(firsts, counts, counts, no_tables, firsts)
-        arrays = [tokens, np.concatenate(position_ids), *_arrays_of(layouts), places]
+        arrays = [tokens, np.concatenate(position_ids), *_arrays_of(layouts, places)]
         lora_rows = _rows_by_adapter(np.repeat(lora_ids, counts)) if lora_ids else {}
-        ids, positions, *on_device = arrays_to_device([*arrays, *lora_rows.values()], self.device)
-        self.lora_rows = dict(zip(lora_rows, on_device[4 * len(layouts) + 1 :], strict=True))
+        on_device = iter(base.arrays_to_device([*arrays, *lora_rows.values()], self.device))
+        ids, positions = islice(on_device, 2)
         metadata = self._attention_metadata(layouts, places, on_device, 0)
+        self.lora_rows = dict(zip(lora_rows, on_device, strict=True))
         self._rotations = {}
         x = self._embed(e, ids, positions)
         for layer in e.layers:
@@ -508,10 +498,8 @@ class TorchLayers:
         """Drop the weights."""
         if self._weight_ring is not None:
             self._weight_ring.close()
-        self._linears.clear()
-        self._device_tensors.clear()
-        self._shared_tensors.clear()
-        self._relative_biases.clear()
+        for table in (self._linears, self._device_tensors, self._shared_tensors, self._relative_biases):
+            table.clear()
 
 
 class KVCacheTensor:
@@ -578,7 +566,7 @@ class _DecodeGraph:
     inputs: Tensor
 
 
-class TorchRunner(TorchLayers, ModelRunner):
+class TorchRunner(TorchLayers, base.ModelRunner):
     """Runs a :class:`DecoderSpec`, or with a ``comm`` a shard of one."""
 
     block_size = base.BLOCK_SIZE
@@ -596,7 +584,9 @@ class TorchRunner(TorchLayers, ModelRunner):
             return f"{config.quantization} weights cannot be streamed through torch's operators"
         return specs.length_unsupported_reason(spec, config)
 
-    def __init__(self, request: RunnerRequest, dtype: torch.dtype | None = None, cache_weights: bool = True) -> None:
+    def __init__(
+        self, request: base.RunnerRequest, dtype: torch.dtype | None = None, cache_weights: bool = True
+    ) -> None:
         super().__init__(request, dtype, cache_weights)
         assert isinstance(request.spec, DecoderSpec), "supports() asks for a description"
         self._weight_format = request.weight_format
@@ -639,15 +629,15 @@ class TorchRunner(TorchLayers, ModelRunner):
         blocks = list(range(-(-num_tokens // self.block_size)))
         self._allocate_cache(2 * len(blocks))
         rows = range(min(num_tokens, self.num_slots))
-        batch = ModelInput([0] * num_tokens, [QuerySpan(0, 0, num_tokens)], rows, [blocks])
+        batch = base.ModelInput([0] * num_tokens, [base.QuerySpan(0, 0, num_tokens)], rows, [blocks])
         if self.decoder.encoder is not None:
             encoder_blocks = [len(blocks) + block for block in blocks]
-            self.run_encoder([EncoderInput(0, batch.tokens, encoder_blocks)])
+            self.run_encoder([base.EncoderInput(0, batch.tokens, encoder_blocks)])
             batch.encoder_block_tables, batch.encoder_seq_lens = [encoder_blocks], [num_tokens]
         self.run(batch)
 
     @torch.inference_mode()
-    def run(self, batch: ModelInput) -> Tensor:
+    def run(self, batch: base.ModelInput) -> Tensor:
         """Return fp32 logits (len(batch.logit_indices), vocab), or the last hidden states (tokens, width)."""
         if self._is_batch_invariant and len(batch.tokens) > 1:
             return self._run_one_by_one(batch)
@@ -667,7 +657,7 @@ class TorchRunner(TorchLayers, ModelRunner):
             result = torch.empty(len(batch.logit_indices), d.vocab_size, device=self.device)
         return result if comm is None else comm.return_result(result)
 
-    def _run_one_by_one(self, batch: ModelInput) -> Tensor:
+    def _run_one_by_one(self, batch: base.ModelInput) -> Tensor:
         """Run each token alone: its result then depends on nobody's company, not on how prompts are chunked, not on
         what the prefix cache holds.  All ranks do so alike."""
         place_of_row = {row: place for place, row in enumerate(batch.logit_indices)}
@@ -676,15 +666,13 @@ class TorchRunner(TorchLayers, ModelRunner):
         for number, span in enumerate(batch.spans):
             own = slice(number, number + 1)
             for position in range(span.start, span.start + span.num_tokens):
+                by_sequence = ("block_tables", "encoder_block_tables", "encoder_seq_lens", "lora_ids")
                 alone = replace(
                     batch,
                     tokens=[batch.tokens[row]],
-                    spans=[QuerySpan(span.slot, position, 1)],
+                    spans=[base.QuerySpan(span.slot, position, 1)],
                     logit_indices=[0] if row in place_of_row else [],
-                    block_tables=batch.block_tables[own],
-                    encoder_block_tables=batch.encoder_block_tables[own],
-                    encoder_seq_lens=batch.encoder_seq_lens[own],
-                    lora_ids=batch.lora_ids[own],
+                    **{name: getattr(batch, name)[own] for name in by_sequence},
                 )
                 result = self.run(alone)
                 if row in place_of_row:
@@ -692,7 +680,7 @@ class TorchRunner(TorchLayers, ModelRunner):
                 row += 1
         return torch.stack([results[place] for place in range(len(results))]) if results else torch.empty(0, 0)
 
-    def _run_graph(self, batch: ModelInput) -> Tensor | None:
+    def _run_graph(self, batch: base.ModelInput) -> Tensor | None:
         """Compute a step by one launch, or None: not each sequence has one token, or padding would cost too much."""
         count = len(batch.spans)
         if self._graph_module is None or len(batch.tokens) > count or list(batch.logit_indices) != [*range(count)]:
@@ -772,7 +760,7 @@ class TorchRunner(TorchLayers, ModelRunner):
         logits = logits if self.comm is None else self.comm.gather_logits(logits)
         return d.logit_softcap * torch.tanh(logits / d.logit_softcap) if d.logit_softcap else logits
 
-    def _take_spans(self, batch: ModelInput) -> np.ndarray:
+    def _take_spans(self, batch: base.ModelInput) -> np.ndarray:
         """Return the spans' slots, starts and counts (3, spans); their block tables are up to date then."""
         slots, starts, counts = spans = np.array(batch.spans, np.int64).T.copy()
         for number in np.flatnonzero((counts > 1) | (starts % self.block_size == 0)).tolist():
@@ -780,7 +768,7 @@ class TorchRunner(TorchLayers, ModelRunner):
             self._block_tables[slots[number], :num_blocks] = batch.block_tables[number][:num_blocks]
         return spans
 
-    def _prepare(self, batch: ModelInput) -> _Step:
+    def _prepare(self, batch: base.ModelInput) -> _Step:
         """Lay out a step on the host and copy it to the device."""
         slots, starts, counts = self._take_spans(batch)
         lengths, size, tables = starts + counts, self.block_size, self._block_tables
@@ -791,7 +779,7 @@ class TorchRunner(TorchLayers, ModelRunner):
         blocks = tables[slot_of_token, positions // size]
         layouts, places = _lay_out_groups(starts, counts, lengths, tables, slots)
         arrays = [np.array(batch.tokens, np.int64), positions, blocks * size + positions % size]
-        arrays += [*_arrays_of(layouts), places]
+        arrays += _arrays_of(layouts, places)
         indices = np.array(batch.logit_indices, np.int64)
         lora_rows, logit_lora_rows = {}, {}
         if batch.lora_ids:
@@ -807,15 +795,15 @@ class TorchRunner(TorchLayers, ModelRunner):
             cross_layouts, cross_places = _lay_out_groups(
                 starts, counts, lengths, encoder_tables, np.arange(len(slots))
             )
-            arrays += [*_arrays_of(cross_layouts), cross_places]
-        tokens, on_device_positions, slot_mapping, *rest = arrays_to_device(arrays, self.device)
-        metadata = self._attention_metadata(layouts, places, rest, size)
-        _, on_device_indices, *rest = rest[4 * len(layouts) :]
-        self.lora_rows = dict(zip(lora_rows, rest, strict=False))
-        rest = rest[len(lora_rows) :]
-        logit_rows = dict(zip(logit_lora_rows, rest, strict=False))
-        rest = rest[len(logit_lora_rows) :]
-        cross = self._attention_metadata(cross_layouts, cross_places, rest, size) if cross_layouts else None
+            arrays += _arrays_of(cross_layouts, cross_places)
+        on_device = iter(base.arrays_to_device(arrays, self.device))
+        tokens, on_device_positions, slot_mapping = islice(on_device, 3)
+        metadata = self._attention_metadata(layouts, places, on_device, size)
+        on_device_indices = next(on_device)
+        # Each takes as many as it has keys.
+        self.lora_rows = dict(zip(lora_rows, on_device, strict=False))
+        logit_rows = dict(zip(logit_lora_rows, on_device, strict=False))
+        cross = self._attention_metadata(cross_layouts, cross_places, on_device, size) if cross_layouts else None
         self._rotations = {}
         wanted = None if _is_range(indices, len(positions)) else on_device_indices
         return _Step(tokens, on_device_positions, slot_mapping, metadata, cross, wanted, logit_rows)
@@ -841,7 +829,7 @@ class TorchRunner(TorchLayers, ModelRunner):
         return partial if self.comm is None else self.comm.all_reduce(partial)
 
     @torch.inference_mode()
-    def run_encoder(self, inputs: Sequence[EncoderInput]) -> None:
+    def run_encoder(self, inputs: Sequence[base.EncoderInput]) -> None:
         """Compute encoder prompts and store the keys and values of cross attention."""
         d, size = self.decoder, self.block_size
         assert d.encoder is not None, "only a model with an encoder has encoder prompts"
@@ -854,7 +842,7 @@ class TorchRunner(TorchLayers, ModelRunner):
         slots = [
             (np.array(x.blocks, np.int64)[:, None] * size + np.arange(size)).ravel()[: len(x.tokens)] for x in inputs
         ]
-        (slot_mapping,) = arrays_to_device([np.concatenate(slots)], self.device)
+        (slot_mapping,) = base.arrays_to_device([np.concatenate(slots)], self.device)
         for index, layer in enumerate(d.layers):
             if layer.cross_attention is not None:
                 a = layer.attention
@@ -883,10 +871,6 @@ class TorchRunner(TorchLayers, ModelRunner):
         super().close()
         self._kv_cache, self._graphs, self._graph_logits = [], {}, None
 
-    def sleep(self) -> None:
-        """Drop the weights and the cache."""
-        self.close()
-
     @torch.inference_mode()
     def wake_up(self, spec: DecoderSpec | None) -> None:
         """Bring new weights to where they are used, all of them now: a caller's may be gone at their first use."""
@@ -897,7 +881,7 @@ class TorchRunner(TorchLayers, ModelRunner):
         self._allocate_cache(self.num_blocks)
 
 
-class TorchEncoder(TorchLayers, EncoderRunner):
+class TorchEncoder(TorchLayers, base.EncoderRunner):
     """Runs an :class:`EncoderSpec` in plain operators."""
 
     @staticmethod
@@ -905,13 +889,13 @@ class TorchEncoder(TorchLayers, EncoderRunner):
         """Return why torch operators cannot run an encoder, or None."""
         return base.UNDESCRIBED if spec is None else None
 
-    def __init__(self, request: RunnerRequest, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, request: base.RunnerRequest, dtype: torch.dtype | None = None) -> None:
         super().__init__(request, dtype)
         assert isinstance(request.spec, EncoderSpec), "supports() asks for a description"
         self._encoder, self.max_num_batched_tokens = request.spec, request.max_encoder_tokens
 
     @torch.inference_mode()
-    def run(self, inputs: Sequence[EncoderInput]) -> Tensor:
+    def run(self, inputs: Sequence[base.EncoderInput]) -> Tensor:
         """Return the last states."""
         with self._attention_choice():
             return self.encode(self._encoder, [x.tokens for x in inputs]).float()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thalweg.device import attention_of_many_shapes
 from thalweg.infer.config import EngineConfig
-from thalweg.infer.models.spec import DecoderSpec, EncoderSpec
+from thalweg.infer.models.spec import DecoderSpec
 from thalweg.infer.precision import eval_mode
 from thalweg.infer.quantization.modules import copy_to
 from thalweg.infer.runners.base import EncoderInput, EncoderRunner, ModelInput, ModelRunner, RunnerRequest
@@ -112,14 +112,11 @@ class TransformersRunner(ModelRunner):
     def _call_model(self, slot: int, state: _SlotState, stop: int, output_hidden_states: bool) -> Any:
         device = next(self._model.parameters()).device
         tokens = torch.tensor([state.tokens[state.num_computed : stop]], device=device)
-        model_inputs: dict[str, Any]
+        model_inputs: dict[str, Any] = {"input_ids": tokens}
         if slot in self._encoder_outputs:
             model_inputs = {"encoder_outputs": self._encoder_outputs[slot], "decoder_input_ids": tokens}
-        elif self._is_recurrent:
-            model_inputs = {"input_ids": tokens}
-        else:
-            mask = torch.ones(1, stop, dtype=torch.int64, device=device)
-            model_inputs = {"input_ids": tokens, "attention_mask": mask}
+        elif not self._is_recurrent:
+            model_inputs["attention_mask"] = torch.ones(1, stop, dtype=torch.int64, device=device)
         if self._takes_position_ids and slot not in self._encoder_outputs:  # not every model counts what it remembers
             model_inputs["position_ids"] = torch.arange(state.num_computed, stop, device=device)[None]
         if output_hidden_states:
@@ -159,11 +156,6 @@ class TransformersEncoder(EncoderRunner):
     """Runs a live encoder by its own code, one sequence at a time."""
 
     name: ClassVar[str] = "transformers"
-
-    @staticmethod
-    def supports(spec: EncoderSpec | None, config: EngineConfig) -> str | None:
-        """Return why the model's own code cannot do what the config asks, or None."""
-        return None
 
     def __init__(self, request: RunnerRequest) -> None:
         self._model, self.max_num_batched_tokens = _placed(request), request.max_encoder_tokens

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from thalweg.infer.engine.sampler import SampledRow, draw_tokens
-from thalweg.infer.engine.scheduler import Sequence
+from thalweg.infer.engine.scheduler import Proposer, Sequence
 from thalweg.infer.runners.base import ModelInput, ModelRunner, QuerySpan
 
 
-class DraftModelProposer:
+class DraftModelProposer(Proposer):
     """Runs the draft model by ``runner``, ``max_num_batched_tokens`` at a time.
 
     ``vocab_size`` is the target's.  Target tokens from ``draft_vocab_size`` on, which the draft model has no
@@ -31,10 +31,6 @@ class DraftModelProposer:
     ) -> None:
         self._runner, self._max_num_batched_tokens = runner, max_num_batched_tokens
         self._vocab_size, self._draft_vocab_size = vocab_size, draft_vocab_size
-
-    def num_proposals(self, sequence: Sequence, limit: int) -> int:
-        """Return the limit."""
-        return limit
 
     def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Run the draft model once for each token, all sequences together."""
@@ -70,9 +66,7 @@ class DraftModelProposer:
                 chunk = sequence.tokens[sequence.num_draft_computed : sequence.num_draft_computed + remaining]
                 batch.spans.append(QuerySpan(sequence.slot, sequence.num_draft_computed, len(chunk)))
                 batch.block_tables.append(sequence.blocks)
-                batch.tokens += (
-                    chunk if max(chunk) < self._draft_vocab_size else [t * (t < self._draft_vocab_size) for t in chunk]
-                )
+                batch.tokens += [token * (token < self._draft_vocab_size) for token in chunk]
                 sequence.num_draft_computed += len(chunk)
                 if sequence.num_draft_computed == len(sequence.tokens):
                     sequence_indices.append(number)

@@ -9,7 +9,7 @@ the same with drafts as without, sampled ones included; only the number of steps
 
 from __future__ import annotations
 
-from thalweg.infer.engine.scheduler import Sequence
+from thalweg.infer.engine.scheduler import Proposer, Sequence
 
 _MAX_NGRAM, _MIN_NGRAM = 4, 2  # tokens that must match before a proposal
 
@@ -38,7 +38,7 @@ class NgramIndex:
         return []
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Looks up in each sequence's own :class:`NgramIndex`."""
 
     def num_proposals(self, sequence: Sequence, limit: int) -> int:
@@ -51,6 +51,3 @@ class NgramProposer:
     def propose(self, requests: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Return what the lookup gave."""
         return [sequence.ngram_index.proposed[:count] for sequence, count in requests]
-
-    def close(self) -> None:
-        """Nothing is held."""

@@ -35,14 +35,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from thalweg.serve import errors
 
-# From a connection's first moment, or a request's first byte, to the end of its headers.
-HEADER_SECONDS = 10.0
-# For which a client may leave 64 KiB of answer unread.
-WRITE_SECONDS = 30.0
 HEADER_BYTES = 32 * 1024
-# For what is left of a body that nobody wanted, after its answer.
-UNREAD_BODY_SECONDS = 1.0
-MAX_CONNECTIONS = 1024
 # Answered without a key: the page, which asks for one, and what a load balancer polls.
 PUBLIC_PATHS = frozenset({"/", "/health", "/ping"})
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -52,10 +45,13 @@ class HardenedProtocol(HttpToolsProtocol):
     """Give it to uvicorn as ``http=``; a subclass may set the limits."""
 
     parser: Any
-    header_seconds = HEADER_SECONDS
-    write_seconds = WRITE_SECONDS
-    unread_body_seconds = UNREAD_BODY_SECONDS
-    max_connections = MAX_CONNECTIONS
+    # From a connection's first moment, or a request's first byte, to the end of its headers.
+    header_seconds = 10.0
+    # For which a client may leave 64 KiB of answer unread.
+    write_seconds = 30.0
+    # For what is left of a body that nobody wanted, after its answer.
+    unread_body_seconds = 1.0
+    max_connections = 1024
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

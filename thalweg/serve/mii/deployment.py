@@ -28,6 +28,7 @@ from thalweg.serve.client import iter_sse, post_json
 from thalweg.serve.errors import ApiError
 from thalweg.utils.atomic_file import publish_file
 from thalweg.utils.processes import is_process_alive, process_start_time
+from thalweg.utils.timing import wait_until
 
 _DEFAULT_REST_PORT = 28080  # MII's
 
@@ -94,10 +95,7 @@ def serve(
             raise RuntimeError(
                 f"the server did not start: {stderr_file.read().decode(errors='replace').strip()[-2000:]}"
             )
-    for _ in range(100):  # the record follows the line
-        if _lookup_deployment(name) is not None:
-            break
-        time.sleep(0.02)
+    wait_until(lambda: _lookup_deployment(name), 2.0, 0.02)  # the record follows the line
     return client(name)
 
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from thalweg.infer.config import EngineConfig
-from thalweg.infer.types import EngineCore, Request, RequestOutput, collect_results
+from thalweg.infer.types import Request, RequestOutput, collect_results
 from thalweg.serve.errors import ApiError
 from thalweg.serve.mii.deployment import Response
 from thalweg.serve.openai.requests import MiiRequest, mii_sampling_params, parse_body
 from thalweg.serve.replicas.launcher import EngineSpec
-
-if TYPE_CHECKING:
-    from thalweg.infer.engine.engine import LLMEngine
 
 
 def pipeline(model: Any, options: EngineConfig | None = None, **fields: Any) -> Any:
@@ -37,30 +34,35 @@ def pipeline(model: Any, options: EngineConfig | None = None, **fields: Any) -> 
     return EmbeddingPipeline(engine) if engine.metadata.kind == "encoder" else Pipeline(engine)
 
 
-class EmbeddingPipeline:
-    """``pipe(["text"]) -> [[0.1, ...]]``: a vector for each text."""
+class _EnginePipeline:
+    """What both kinds do with their engine."""
 
-    def __init__(self, engine: EngineCore) -> None:
+    def __init__(self, engine: Any) -> None:
         self.engine = engine
 
-    def __call__(self, texts: str | Sequence[str]) -> list[list[float]]:
-        """Return the vectors; ValueError for a text that is empty or too long."""
+    def _encode(self, text: str) -> list[int]:
         if self.engine.tokenizer is None:
             raise ValueError("this model has no tokenizer: give load_engine one")
-        inputs = [texts] if isinstance(texts, str) else list(texts)
-        return self.engine.embed([self.engine.tokenizer.encode(text) for text in inputs]).tolist()
+        return self.engine.tokenizer.encode(text)
 
     def destroy(self) -> None:
         """Free the engine."""
         self.engine.close()
 
 
-class Pipeline:
+class EmbeddingPipeline(_EnginePipeline):
+    """``pipe(["text"]) -> [[0.1, ...]]``: a vector for each text."""
+
+    def __call__(self, texts: str | Sequence[str]) -> list[list[float]]:
+        """Return the vectors; ValueError for a text that is empty or too long."""
+        inputs = [texts] if isinstance(texts, str) else list(texts)
+        return self.engine.embed([self._encode(text) for text in inputs]).tolist()
+
+
+class Pipeline(_EnginePipeline):
     """``pipe(["prompt"], max_new_tokens=64) -> [Response]``; all prompts run in one batch."""
 
-    def __init__(self, engine: LLMEngine) -> None:
-        self.engine = engine
-        self._num_calls = 0
+    _num_calls = 0
 
     def __call__(
         self, prompts: str | Sequence[str], streaming_fn: Callable[[list[Response]], None] | None = None, **options: Any
@@ -91,18 +93,11 @@ class Pipeline:
                 streaming_fn([Response(output.text, *about)])
             yield output
 
-    def destroy(self) -> None:
-        """Free the engine."""
-        self.engine.close()
-
     def _make_request(self, index: int, text: str, options: dict[str, Any]) -> Request:
-        engine = self.engine
-        if engine.tokenizer is None:
-            raise ValueError("this model has no tokenizer: give load_engine one")
+        prompt = self._encode(text)
         try:
             mii_request = parse_body(MiiRequest, json.dumps({"prompts": text, **options}).encode())
-            prompt = engine.tokenizer.encode(text)
-            params = mii_sampling_params(mii_request, len(prompt), engine.metadata)
+            params = mii_sampling_params(mii_request, len(prompt), self.engine.metadata)
         except ApiError as error:
             raise ValueError(str(error)) from None
         return Request(f"call{self._num_calls}-{index}", prompt, params)

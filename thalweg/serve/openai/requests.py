@@ -192,13 +192,6 @@ class ChatMessage(StrictModel):
     # The last four stand in an answer that a client sends back as it came; they change nothing.
     function_call: None = None
 
-    @property
-    def text(self) -> str:
-        """The content as one text."""
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
-
 
 class ChatRequest(SamplingFields):
     """``/v1/chat/completions``."""
@@ -563,18 +556,17 @@ def fit_max_tokens(
 
 def get_structured_output(request: SamplingFields) -> StructuredOutput | None:
     """What the text must look like, from ``response_format``, ``structured_outputs`` or the ``guided_*`` fields."""
-    outputs: list[StructuredOutput] = []
-    response_format, asked = request.response_format, request.structured_outputs or StructuredOutputs()
-    wants_object = response_format is not None and response_format.type == "json_object"
-    if wants_object or asked.json_object:
-        outputs.append(StructuredOutput(json_schema='{"type":"object"}'))
-    if response_format is not None and response_format.type == "json_schema":
+    response_format = request.response_format or ResponseFormat(type="text")
+    asked = request.structured_outputs or StructuredOutputs()
+    schemas = [request.guided_json, asked.json_]
+    if response_format.type == "json_object" or asked.json_object:
+        schemas.append({"type": "object"})
+    if response_format.type == "json_schema":
         if response_format.json_schema is None:
             raise BadRequest("json_schema is missing: give its name and schema", "response_format")
-        outputs.append(StructuredOutput(json_schema=json.dumps(response_format.json_schema.schema_)))
-    for schema in (request.guided_json, asked.json_):
-        if schema is not None:
-            outputs.append(StructuredOutput(json_schema=schema if isinstance(schema, str) else json.dumps(schema)))
+        schemas.append(response_format.json_schema.schema_)
+    texts = [schema if isinstance(schema, str) else json.dumps(schema) for schema in schemas if schema is not None]
+    outputs = [StructuredOutput(json_schema=text) for text in texts]
     outputs += [StructuredOutput(regex=form) for form in (request.guided_regex, asked.regex) if form is not None]
     choices = (request.guided_choice, asked.choice)
     outputs += [StructuredOutput(choices=tuple(given)) for given in choices if given is not None]
@@ -662,7 +654,7 @@ async def tokenize(request: TokenizeRequest, tokenizer: ChatTokenizer, model_inf
     return {"count": len(tokens), "max_model_len": model_info.max_length, "tokens": tokens, "token_strs": texts}
 
 
-def detokenize(request: DetokenizeRequest, tokenizer: ChatTokenizer, model_info: ModelMetadata) -> dict[str, Any]:
+async def detokenize(request: DetokenizeRequest, tokenizer: ChatTokenizer, model_info: ModelMetadata) -> dict[str, Any]:
     """The body of ``/detokenize``."""
     if tokenizer.hf_tokenizer is None:
         raise BadRequest("this model has no tokenizer", "tokens")
@@ -697,9 +689,14 @@ def mii_sampling_params(request: MiiRequest, num_prompt_tokens: int, model_info:
     )
 
 
+def join_parts(content: str | Sequence[Any] | None) -> str:
+    """Return a message's content as one text."""
+    return content or "" if content is None or isinstance(content, str) else "".join(part.text for part in content)
+
+
 def _to_template_message(message: ChatMessage) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
-    fields: dict[str, Any] = {"role": role, "content": message.text}
+    fields: dict[str, Any] = {"role": role, "content": join_parts(message.content)}
     fields |= message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
     if message.tool_calls:
         fields["tool_calls"] = [_to_template_call(call) for call in message.tool_calls]

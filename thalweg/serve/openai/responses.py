@@ -207,7 +207,8 @@ class ChatCompletion(_OpenAIAnswer):
         self.num_sequences = self._params.n
         self._parse_tool_calls = bool(request.tools) and request.tool_choice != "none"
         self._tool_call_forced = request.tool_choice not in (None, "none", "auto")
-        self._parsers: defaultdict[int, ToolParser] = defaultdict(self._new_tool_parser)
+        names = [tool.function.name for tool in request.tools or ()]
+        self._parsers = defaultdict[int, ToolParser](lambda: ToolParser(self._tool_call_forced, names))
         self._started: set[int] = set()
 
     async def make_requests(self) -> list[Request]:
@@ -221,8 +222,7 @@ class ChatCompletion(_OpenAIAnswer):
 
     def _choice(self, index: int, result: SequenceResult) -> dict[str, Any]:
         """What a stream of one output says, in one message."""
-        whole = RequestOutput("", index, (), result.text, tuple(result.logprobs), finish_reason=result.finish_reason)
-        *_, last = self.chunks(0, whole)
+        *_, last = self.chunks(0, result.to_output(index))
         (choice,) = last["choices"]
         delta = choice.pop("delta")
         message: dict[str, Any] = {"role": "assistant", "content": delta.get("content", ""), "refusal": None}
@@ -235,8 +235,8 @@ class ChatCompletion(_OpenAIAnswer):
         index, text, reason, calls = output.index, output.text, output.finish_reason, []
         if index not in self._started:
             yield self._delta(index, {"role": "assistant", "content": ""}, None, None)
-        if text and index not in self._started:
-            text = self._strip_template_space(text)
+            if self._tokenizer.chat_template is None:  # the plain one ends in "Assistant:", which a blank follows
+                text = text.removeprefix(" ")
         self._started.add(index)
         if self._parse_tool_calls:
             parser = self._parsers[index]
@@ -248,13 +248,6 @@ class ChatCompletion(_OpenAIAnswer):
             delta["tool_calls"] = calls
         if delta or reason or output.logprobs:
             yield self._delta(index, delta, reason, self._logprobs(output.logprobs or ()))
-
-    def _new_tool_parser(self) -> ToolParser:
-        return ToolParser(self._tool_call_forced, [tool.function.name for tool in self._request.tools or ()])
-
-    def _strip_template_space(self, text: str) -> str:
-        """The plain template ends in "Assistant:", so an answer begins with a blank that nobody wants."""
-        return text if self._tokenizer.chat_template is not None else text.removeprefix(" ")
 
     def _delta(self, index: int, delta: dict[str, Any], reason: str | None, logprobs: Any) -> dict[str, Any]:
         return self._chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
@@ -304,19 +297,30 @@ class Completion(_OpenAIAnswer):
                 for samples in results
             ]
             self.usage.num_generated_tokens = 0
-        choices = []
-        for i, samples in enumerate(results):
-            echo = self._echoed_prompt(i)
-            choices += [self._choice(i, s, echo + result.text, len(echo), result) for s, result in enumerate(samples)]
-        return self._body("text_completion", choices)
+        outputs = [(i, result.to_output(s)) for i, samples in enumerate(results) for s, result in enumerate(samples)]
+        chunks = [chunk for output in outputs for chunk in self.chunks(*output)]
+        return self._body("text_completion", [choice for chunk in chunks for choice in chunk["choices"]])
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         key = prompt_index, output.index
         text = output.text if key in self._lengths else self._echoed_prompt(prompt_index) + output.text
         offset = self._lengths.get(key, 0)
         self._lengths[key] = offset + len(text)
-        if text or output.logprobs or output.finished:
-            yield self._chunk(self._choice(*key, text, offset + len(text) - len(output.text), output))
+        if not (text or output.logprobs or output.finished):
+            return
+        logprobs_json = None
+        if self._request.logprobs is not None:
+            logprobs_json = self._logprobs(output.prompt_logprobs or (), 0, self._prompts[prompt_index])
+            own_offset = offset + len(text) - len(output.text)  # behind an echo
+            for name, values in self._logprobs(output.logprobs or (), own_offset).items():
+                logprobs_json[name] += values
+        yield self._chunk({
+            "index": prompt_index * (self._request.n or 1) + output.index,
+            "text": text,
+            "logprobs": logprobs_json,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        })  # fmt: skip
 
     def _echoed_prompt(self, index: int) -> str:
         if not self._request.echo:
@@ -326,23 +330,6 @@ class Completion(_OpenAIAnswer):
             return prompt
         tokenizer = self._tokenizer.hf_tokenizer
         return tokenizer.decode(self._prompts[index]) if tokenizer is not None else ""
-
-    def _choice(
-        self, prompt_index: int, sample_index: int, text: str, offset: int, result: SequenceResult | RequestOutput
-    ) -> dict[str, Any]:
-        """``offset``: characters of the text so far that stand before those of ``result``."""
-        logprobs_json = None
-        if self._request.logprobs is not None:
-            logprobs_json = self._logprobs(result.prompt_logprobs or (), 0, self._prompts[prompt_index])
-            for name, values in self._logprobs(result.logprobs or (), offset).items():
-                logprobs_json[name] += values
-        return {
-            "index": prompt_index * (self._request.n or 1) + sample_index,
-            "text": text,
-            "logprobs": logprobs_json,
-            "finish_reason": result.finish_reason,
-            "stop_reason": result.stop_reason,
-        }
 
     def _logprobs(
         self, entries: Iterable[TokenLogprob | None], offset: int, tokens: Sequence[int] = ()

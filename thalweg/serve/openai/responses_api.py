@@ -174,9 +174,9 @@ class ResponsesRequest(api.SamplingFields):
             messages.append({"role": "system", "content": self.instructions})
         for item in items:
             if isinstance(item, InputMessage):
-                messages.append({"role": item.role, "content": _text(item.content)})
+                messages.append({"role": item.role, "content": api.join_parts(item.content)})
             elif isinstance(item, InputFunctionCallOutput):
-                messages.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
+                messages.append({"role": "tool", "content": api.join_parts(item.output), "tool_call_id": item.call_id})
             else:
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": None})
@@ -191,10 +191,6 @@ class ResponsesRequest(api.SamplingFields):
         if form.schema_ is None:
             raise BadRequest("text.format.schema is missing: give the JSON schema of the answer", "text")
         return {"type": "json_schema", "json_schema": {"name": form.name or "schema", "schema": form.schema_}}
-
-
-def _text(content: str | list[InputPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _to_chat_tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
@@ -263,8 +259,7 @@ class ResponsesAnswer(ChatCompletion):
 
     def body(self, results: list[list[SequenceResult]]) -> dict[str, Any]:
         ((result,),) = results
-        whole = RequestOutput("", 0, (), result.text, tuple(result.logprobs), finish_reason=result.finish_reason)
-        return [event["response"] for event in self.chunks(0, whole) if "response" in event][-1]
+        return [event["response"] for event in self.chunks(0, result.to_output(0)) if "response" in event][-1]
 
     async def stream(self, outputs: AsyncGenerator[tuple[int, RequestOutput]]) -> AsyncGenerator[dict[str, Any]]:
         try:

@@ -104,13 +104,10 @@ class ToolParser:
         out, calls = "", []
         while True:
             start = self._buffer.find(_OPEN_TAG)
-            if start < 0:
-                num_buffered = 0 if final else partial_suffix_length(self._buffer, _OPEN_TAG)
-                split_at = len(self._buffer) - num_buffered
-                out, self._buffer = out + self._buffer[:split_at], self._buffer[split_at:]
-                return out, calls
-            end = self._buffer.find(_CLOSE_TAG, start)
-            if end < 0 and not final:
+            end = self._buffer.find(_CLOSE_TAG, start) if start >= 0 else -1
+            if start < 0 or (end < 0 and not final):  # what may be, or become, a call is held back
+                if start < 0:
+                    start = len(self._buffer) - (0 if final else partial_suffix_length(self._buffer, _OPEN_TAG))
                 out, self._buffer = out + self._buffer[:start], self._buffer[start:]
                 return out, calls
             stop = end if end >= 0 else len(self._buffer)

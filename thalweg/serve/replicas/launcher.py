@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -68,32 +68,24 @@ def _device_of_replica(options: EngineConfig, index: int, num_replicas: int) -> 
 
 
 class ProcessLauncher:
-    """Starts replicas as processes; ``resources`` gives replica i its variables and its cores."""
+    """Starts replicas as processes; ``cpu_shares`` has the cores of each (none named: all), ``environ`` what their
+    environment has in addition."""
 
-    def __init__(self, engine_spec: EngineSpec, resources: tuple[ReplicaResources, ...] = ()) -> None:
-        self._engine_spec, self._resources = engine_spec, resources
+    def __init__(self, engine_spec: EngineSpec, cpu_shares: Sequence[Sequence[int]] = ((),), **environ: str) -> None:
+        self._engine_spec, self._cpu_shares, self._environ = engine_spec, cpu_shares, environ
 
     def __call__(self, index: int) -> ReplicaProcess:
         """Start replica ``index``."""
-        resources = self._resources[index % len(self._resources)] if self._resources else ReplicaResources()
-        engine_spec = replace(self._engine_spec, replica=(index % max(len(self._resources), 1), len(self._resources)))
-        return ReplicaProcess(engine_spec, resources)
-
-
-@dataclass(frozen=True)
-class ReplicaResources:
-    """Where a replica runs: its cores (none named: all) and what its environment has in addition."""
-
-    cpus: tuple[int, ...] = ()
-    environ: Mapping[str, str] = field(default_factory=dict)
+        replica = index % len(self._cpu_shares), len(self._cpu_shares)
+        return ReplicaProcess(replace(self._engine_spec, replica=replica), self._cpu_shares[replica[0]], self._environ)
 
 
 class ReplicaProcess:
     """A replica in a process of its own, as the server sees it; ``sock`` is the server's end of the connection."""
 
-    def __init__(self, engine_spec: EngineSpec, resources: ReplicaResources) -> None:
+    def __init__(self, engine_spec: EngineSpec, cpus: Sequence[int], environ: Mapping[str, str]) -> None:
         self.sock, child_sock = socket.socketpair()
-        fields = {**asdict(engine_spec), "fd": child_sock.fileno(), "cpus": resources.cpus}
+        fields = {**asdict(engine_spec), "fd": child_sock.fileno(), "cpus": list(cpus)}
         command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, json.dumps(fields)]
         try:
             self._process = subprocess.Popen(
@@ -101,7 +93,7 @@ class ReplicaProcess:
                 pass_fds=(child_sock.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else subprocess.DEVNULL,
-                env={**_QUIET_ENV, **_without_launcher_env(os.environ), **resources.environ},
+                env={**_QUIET_ENV, **_without_launcher_env(os.environ), **environ},
                 start_new_session=True,
             )
         except BaseException:

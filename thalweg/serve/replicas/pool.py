@@ -30,10 +30,11 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from thalweg.infer.types import EngineStats, ModelMetadata, Request, RequestOutput, batch_prompts
+from thalweg.infer.types import EngineStats, ModelMetadata, Request, RequestOutput
 from thalweg.serve import engine_process as wire
 from thalweg.serve import errors
 from thalweg.serve.replicas.launcher import ReplicaProcess
+from thalweg.utils.buckets import iter_buckets
 from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
@@ -351,7 +352,7 @@ class ReplicaPool(BasePool):
         """
         deadline = self._deadline()
         with self._open_inbox() as inbox:
-            parts = batch_prompts(prompts, MAX_EMBED_PROMPTS, _MAX_EMBED_TOKENS)
+            parts = iter_buckets(prompts, len, _MAX_EMBED_TOKENS, MAX_EMBED_PROMPTS)
             batches = [await self._embed_batch(part, inbox, deadline) for part in parts]
         return [row for part in batches for row in part]
 
@@ -606,11 +607,9 @@ class Replica:
 
     def _sequence_done(self, request_id: str) -> None:
         """A sequence of the request ended; with the last one the request is forgotten."""
-        callback, num_sequences = self._callbacks[request_id]
+        callback, num_sequences = self._callbacks.pop(request_id)
         self.num_outstanding -= 1
-        if num_sequences == 1:
-            del self._callbacks[request_id]
-        else:
+        if num_sequences > 1:
             self._callbacks[request_id] = callback, num_sequences - 1
 
     async def _describe_exit(self) -> str:

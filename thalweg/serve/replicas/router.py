@@ -282,9 +282,9 @@ class ReplicaRouter(BasePool):
 
     async def start(self) -> None:
         """Wait until a replica is ready; RuntimeError where one has another model or key, or none comes."""
-        await asyncio.gather(*map(self._probe, self.replicas))
         deadline = time.monotonic() + _START_TIMEOUT
         while True:
+            await asyncio.gather(*map(self._probe, self.replicas))
             if refusals := [f"{replica.url}: {replica.reason}" for replica in self.replicas if replica.refused]:
                 raise RuntimeError("; ".join(refusals))
             if self.ready_replicas():
@@ -292,7 +292,6 @@ class ReplicaRouter(BasePool):
             if time.monotonic() > deadline:
                 raise RuntimeError(self.health()[1])
             await asyncio.sleep(_PROBE_INTERVAL)
-            await asyncio.gather(*map(self._probe, self.replicas))
         self._watchers = [asyncio.create_task(self._watch(replica)) for replica in self.replicas]
 
     async def close(self) -> None:
