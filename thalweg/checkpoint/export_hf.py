@@ -124,7 +124,7 @@ def save_16bit(
     problem = _adapter_problem([weight.key for weight in weights])
     if problem and is_writer:
         _log.warning("%s: %s", directory, problem)
-    ranks.all_or_raise(operation, lambda: export.prepare_directory() if is_writer else None)
+    ranks.first_or_raise(operation, export.prepare_directory)
     values, failure = export.fetch_all(), None
     if is_writer:
         try:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from thalweg.deferred_init.op_graph import RecordedOp, StorageRecord, ViewRef, get_op_traits
-from thalweg.deferred_init.pytree import get_leaves, unflatten_call
+from thalweg.deferred_init.pytree import flatten, unflatten_call
 
 
 class _ThreadState(threading.local):
@@ -63,9 +63,7 @@ def compute_values(refs: Sequence[ViewRef]) -> list[Tensor]:
     Inside a context the result is remembered until the next call, so that a loop that looks
     at a tensor again and again (rejection sampling) does not begin anew each time.
     """
-    cached = (
-        dict(thread_state.cached_storages) if thread_state.num_open_contexts and thread_state.cached_storages else {}
-    )
+    cached = dict(thread_state.cached_storages or {}) if thread_state.num_open_contexts else {}
     ops = _collect_ops(refs, cached)
     while stale := _find_overwritten(ops, cached):
         for cell in stale:
@@ -208,7 +206,7 @@ class _Executor:
         leaves = [self.get_tensor(leaf) if isinstance(leaf, ViewRef) else leaf for leaf in op.leaves]
         assert op.spec is not None
         args, kwargs = unflatten_call(op.spec, _restore_rng_state(op, leaves))
-        results = get_leaves(op.func(*args, **kwargs))
+        results, _ = flatten(op.func(*args, **kwargs))
         for position, ref in op.outputs.items():
             self._set_storage(ref, results[position])
         for cell in op.writes:

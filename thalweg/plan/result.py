@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from thalweg.utils.formatting import format_bytes, format_seconds
 
 with Path(__file__).with_name("spec").joinpath("labels.csv").open(encoding="utf-8", newline="") as _file:
     LABELS = {row["label"]: row for row in csv.DictReader(_file)}  # what bytes are for, and their colours
+# Fields of a plan that its JSON has in another form, or not at all.
+_TOLD_OTHERWISE = ("host_limit", "links", "time_breakdown", "timeline", "config", "disk_limit", "ranks_per_node")
 
 
 @dataclass
@@ -97,27 +99,14 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, with the keys that `thalweg plan --json` prints."""
-        breakdown = {item.name: getattr(self.per_rank, item.name) for item in fields(MemoryBreakdown)}
+        told = {name: value for name, value in vars(self).items() if name not in _TOLD_OTHERWISE}
         return {
-            "model": self.model,
-            "num_parameters": self.num_parameters,
-            "world_size": self.world_size,
-            "per_rank": {**breakdown, "total": self.per_rank.total},
-            "limit": self.limit,
-            "per_host": {"total": self.per_host, "limit": self.host_limit},
+            **told,
             "fits": self.fits,
-            "tiers": self.tiers,
-            "not_counted": self.not_counted,
-            "assumptions": self.assumptions,
-            "warnings": self.warnings,
-            "published": self.published,
+            "per_rank": {**asdict(self.per_rank), "total": self.per_rank.total},
+            "per_host": {"total": self.per_host, "limit": self.host_limit},
             "traffic": {**self.traffic, "total": sum(self.traffic.values()), "links": self.links},
-            "step_seconds": self.step_seconds,
             "step_parts": self.time_breakdown,
-            "bottleneck": self.bottleneck,
-            "tokens_per_step": self.tokens_per_step,
-            "suggestion": self.suggestion,
-            "reasons": self.reasons,
         }
 
     def __str__(self) -> str:

@@ -93,17 +93,17 @@ OPTIMIZERS: dict[str, type[Section]] = {
 # fmt: on
 # Those that send momentum in bits.
 COMPRESSED_OPTIMIZERS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+PARAMS_SCHEMAS = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULES}
 
 
 def get_params_schema(block: str, type_name: object) -> type[Section] | None:
     """The parameter table of ``optimizer`` or ``scheduler`` by its type, in any case of letters."""
     name = canonical_name(block, type_name)
-    return (OPTIMIZERS if block == "optimizer" else SCHEDULES).get(name) if name else None
+    return PARAMS_SCHEMAS[block][name] if name else None
 
 
 def canonical_name(block: str, type_name: object) -> str | None:
     """The type's name as the tables spell it, or ``None`` if no table has it."""
     if not isinstance(type_name, str):
         return None
-    names = OPTIMIZERS if block == "optimizer" else SCHEDULES
-    return next((name for name in names if name.lower() == type_name.lower()), None)
+    return next((name for name in PARAMS_SCHEMAS[block] if name.lower() == type_name.lower()), None)

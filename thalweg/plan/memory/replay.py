@@ -90,7 +90,6 @@ def replay_events(
     if run_spec.storage_kind == "shared":
         resident = sum(s.unsharded_bytes for name, s in trace.param_specs.items() if name not in replay.disk_params)
         double_counted += (run_spec.shard_topology.ranks_per_node - 1) * resident
-    rank_memory.end_segment()
     tiers = {"host": replay.host_bytes, "disk": replay.disk_bytes, "disk_read": replay.disk_read_bytes}
     tiers["disk_written"] = replay.streamed_update.written_bytes + replay.disk_grad_bytes
     if run_spec.activation_offload == "nvme":
@@ -99,8 +98,8 @@ def replay_events(
         tiers["disk"] += round_up(trace.peak_offloaded_bytes, _SWAP_SEGMENT_BYTES)
         tiers["disk_read"] += offloaded
         tiers["disk_written"] += offloaded
-    peak, timeline, segments = rank_memory.breakdown_at_peak(), rank_memory.timeline, rank_memory.segments
-    return ReplayResult(peak, timeline, segments, double_counted, tiers)
+    peak = rank_memory.breakdown_at_peak()
+    return ReplayResult(peak, rank_memory.timeline, rank_memory.segments, double_counted, tiers)
 
 
 class _Replay:
