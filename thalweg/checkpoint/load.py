@@ -35,7 +35,6 @@ def open_verified(
     *,
     resume: ResumePolicy = "auto",
     group: Any = None,
-    io: FileSystem | None = None,
 ) -> Checkpoint | None:
     """Choose and fully verify the checkpoint to load from; collective, the same answer on all ranks.
 
@@ -47,7 +46,7 @@ def open_verified(
     """
     if resume == "never":
         return None
-    io, checkpoint_dir, ranks = io or FileSystem(), Path(checkpoint_dir), RankGroup.from_group(group)
+    io, checkpoint_dir, ranks = FileSystem(), Path(checkpoint_dir), RankGroup.from_group(group)
     has_tag = tag is not None and tag != directory.LATEST
 
     def choose() -> dict[str, Any]:

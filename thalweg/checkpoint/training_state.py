@@ -132,9 +132,8 @@ class TrainingState:
         self.background.wait()
         known, attempt = self._known[-2:], self._num_rewinds // _REWINDS_EACH
         if attempt >= len(known):
-            tried = (
-                f"{self._num_rewinds} times back at a checkpoint did not help" if known else "no checkpoint was saved"
-            )
+            rewound = f"{self._num_rewinds} times back at a checkpoint did not help"
+            tried = rewound if known else "no checkpoint was saved"
             raise TrainingDivergedError(
                 f"{reason}; {tried}. Lower the learning rate, set gradient_clipping, or look at the data"
             )

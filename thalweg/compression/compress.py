@@ -121,7 +121,8 @@ def find_layers(model: nn.Module, pattern: str, related: bool = False) -> Iterat
 def weight_quantization(
     section: Any, bits: Any, period: int, offset: int, quantization_type: str, rounding: str
 ) -> WeightQuantization:
-    """How weights lose their bits; ``section`` has what compression and MoQ spell alike, ``bits`` from where to where."""
+    """How weights lose their bits; ``section`` has what compression and MoQ spell alike, ``bits`` where they begin and
+    end."""
     mixed = section.fp16_mixed_quantize
     return WeightQuantization(
         start_bits=bits.start_bits,

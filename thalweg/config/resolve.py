@@ -40,9 +40,8 @@ def _optimizer_lr(config: Config, hidden: int | None) -> tuple[Any, str] | None:
 
 def _warmup_steps(config: Config, hidden: int | None) -> tuple[Any, str] | None:
     total = get_by_path(config, "scheduler.params.total_num_steps")
-    if isinstance(total, int):
-        return max(1, min(1000, total // 10)), "a tenth of total_num_steps, at most 1000"
-    return None
+    reason = "a tenth of total_num_steps, at most 1000"
+    return (max(1, min(1000, total // 10)), reason) if isinstance(total, int) else None
 
 
 AUTO_DEFAULTS: dict[str, AutoDefault] = {

@@ -1,6 +1,7 @@
 """The rules between options, and who asks the tables about a given config.
 
-``rules.toml`` lists the combinations that contradict themselves, ``_FORMULAS`` those that take arithmetic; the tables of ``support.py`` say what is not built yet and what has no effect.
+``rules.toml`` lists the combinations that contradict themselves, ``_FORMULAS`` those that take arithmetic; the tables
+of ``support.py`` say what is not built yet and what has no effect.
 """
 
 from __future__ import annotations

@@ -168,9 +168,8 @@ class _Executor:
                 emit(index, self.get_tensor(ref))
                 touched.append(ref.storage_record)
             for cell in touched:
-                if last_use.get(cell) in (op, None) and (
-                    self.retained is None or not (cell in self.retained or cell.is_alive)
-                ):
+                is_kept = self.retained is not None and (cell in self.retained or cell.is_alive)
+                if last_use.get(cell) in (op, None) and not is_kept:
                     self.storages.pop(cell, None)
 
     def get_tensor(self, ref: ViewRef) -> Tensor:
@@ -215,16 +214,12 @@ class _Executor:
     def _set_storage(self, ref: ViewRef, result: Tensor) -> None:
         """Make ``result`` the content of a new storage, laid out as it was recorded."""
         same_layout = tuple(result.stride()) == ref.stride and result.storage_offset() == ref.offset
+        same_numbers = result.dtype == ref.dtype and not result.is_conj()
         storage = result.untyped_storage()
-        if (
-            same_layout
-            and result.dtype == ref.dtype
-            and storage.nbytes() >= ref.storage_record.nbytes
-            and not result.is_conj()
-        ):
+        if same_layout and same_numbers and storage.nbytes() >= ref.storage_record.nbytes:
             self.storages[ref.storage_record] = storage
-            return
-        self.get_tensor(ref).copy_(result)
+        else:
+            self.get_tensor(ref).copy_(result)
 
 
 def _restore_rng_state(op: RecordedOp, leaves: list[Any]) -> list[Any]:

@@ -74,14 +74,13 @@ class Preflight:
         config = with_optimizer(config, optimizer)
         self._config, self._device = config, device
         self._topology = get_topology(mesh, device, get_tp_size(config))
-        self._resident_bytes = resident_bytes()
         # Where shards, gradients and optimizer state lie between two steps.
         on_host = shards_on_host(config.zero_optimization, device.type == "cpu")
         self._state_device = torch.device("cpu") if on_host else device
         groups = [mesh.size(), get_tp_size(config)]
         self._process_bytes = measure_process_bytes(model, self._state_device, groups)
         self._rank_process_bytes = measure_process_bytes(model, device, groups)
-        self._limit_bytes = find_memory_limit(config, self._state_device, self._num_local_ranks, self._resident_bytes)
+        self._limit_bytes = find_memory_limit(config, self._state_device, self._num_local_ranks, resident_bytes())
         self._meta_model: MetaModel | None = None
         self._state_bytes = 0
         unmodelled = unmodelled_options(config)
@@ -123,10 +122,8 @@ class Preflight:
             vocab_size = getattr(getattr(self._meta_model.model, "config", None), "vocab_size", 0) or 0
             bytes_per_token = facts.hidden_size * facts.num_layers * _ACTIVATION_BYTES_BOUND + vocab_size * 40
             # Gradients, holes of the heap and what a first step brings are in the factor.
-            if (
-                2 * (self._state_bytes + self._num_local_ranks * input_spec.num_tokens * bytes_per_token)
-                < self._limit_bytes
-            ):
+            activations = self._num_local_ranks * input_spec.num_tokens * bytes_per_token
+            if 2 * (self._state_bytes + activations) < self._limit_bytes:
                 return
         plan = self._try_predict(input_spec)
         if plan is not None and plan.not_counted:  # a bound: no job is refused by it
@@ -152,27 +149,20 @@ class Preflight:
         topology = self._topology
         run_spec = run_spec_from_config(self._config, topology, build_shard_options(model, self._config))
         resident_specs = resident_params(build_param_specs(model, run_spec), model, run_spec)
-        state_itemsize = (
-            0 if run_spec.zero.offload_optimizer.device == "nvme" else _optimizer_bytes_per_element(run_spec)
-        )
+        state_itemsize = 0 if run_spec.optimizer_on_disk else _optimizer_bytes_per_element(run_spec)
         # A split layer's part is no larger than this; what stays whole is left out of the least.
         in_memory_specs = [spec for spec in resident_specs.values() if not run_spec.master_on_disk(spec)]
         shards_bytes = sum(shard_bytes(param_spec) for param_spec in in_memory_specs) // run_spec.tp_size
         updated_specs = (spec for spec in in_memory_specs if spec.requires_grad)
         updated = sum(spec.padded_numel // spec.num_shards for spec in updated_specs) // run_spec.tp_size
         unsharded_bytes = sum(param_spec.unsharded_bytes for param_spec in resident_specs.values())
-        grads_leave_early = (
-            run_spec.grads_on_disk or run_spec.updates_in_backward
-        )  # then gradients never are there all at once
-        grads = 0 if grads_leave_early else run_spec.precision.master_dtype.itemsize
+        grads = 0 if run_spec.grads_leave_early else run_spec.precision.master_dtype.itemsize
         bytes_per_rank = updated * (grads + state_itemsize) if run_spec.optimizer else 0
+        has_copy = run_spec.precision.compute_dtype != run_spec.precision.master_dtype
         if run_spec.storage_kind == "shared":
-            bytes_per_rank += 0 if run_spec.precision.compute_dtype == run_spec.precision.master_dtype else shards_bytes
+            bytes_per_rank += shards_bytes if has_copy else 0
             return self._num_local_ranks * (self._process_bytes + bytes_per_rank) + unsharded_bytes
-        has_compute_copy = (
-            run_spec.storage_kind == "private" and run_spec.precision.compute_dtype != run_spec.precision.master_dtype
-        )
-        copies = unsharded_bytes // run_spec.tp_size if has_compute_copy else 0
+        copies = unsharded_bytes // run_spec.tp_size if has_copy and run_spec.storage_kind == "private" else 0
         return self._num_local_ranks * (self._process_bytes + bytes_per_rank + shards_bytes + copies)
 
     def _needs_batch_check(self) -> bool:

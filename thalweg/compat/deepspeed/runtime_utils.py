@@ -17,9 +17,8 @@ from thalweg.launch.cpu_affinity import parse_list
 def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
     """Whether torch is neither older nor newer."""
     have = _numbers(torch.__version__)
-    return (min_version is None or have >= _numbers(min_version)) and (
-        max_version is None or have <= _numbers(max_version)
-    )
+    is_new_enough = min_version is None or have >= _numbers(min_version)
+    return is_new_enough and (max_version is None or have <= _numbers(max_version))
 
 
 def _numbers(version: float | str) -> tuple[int, ...]:

@@ -25,11 +25,8 @@ from thalweg.config.schema.base import (
 from thalweg.config.schema.scheduler import SCHEDULES
 from thalweg.config.schema.unsupported import Typed, block
 
-_BETAS, _MAYBE, _NO_LR = (
-    Typed(Betas, (0.9, 0.999)),
-    Typed(bool | None, None),
-    Typed(NonNegativeFloat | None, None),
-)
+_BETAS = Typed(Betas, (0.9, 0.999))
+_MAYBE, _NO_LR = Typed(bool | None, None), Typed(NonNegativeFloat | None, None)
 _FREEZE_STEP = Typed(Literal["auto"] | PositiveInt, 100_000)
 _STATE_DTYPE = ("fp32", "bf16", "int8")
 # fmt: off
