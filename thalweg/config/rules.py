@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,10 +68,8 @@ def _read_rules() -> Iterator[Rule]:
     groups: dict[str, list[str]] = table["groups"]
     for block in table["rules"]:
         for each in groups[block["each"]] if "each" in block else [""]:
-            when = [
-                (groups.get(name, [name.replace("{each}", each)]), condition)
-                for name, condition in block.get("when", {}).items()
-            ]
+            given = block.get("when", {}).items()
+            when = [(groups.get(name, [name.replace("{each}", each)]), condition) for name, condition in given]
             for option, fault, expected in block["options"]:
                 conditions = [([option.replace("{each}", each)], fault), *when]
                 text = block.get("expected", "{}").replace("{}", expected).replace("{each}", each)
@@ -93,9 +91,8 @@ def _make_rule(conditions: Sequence[tuple[list[str], Any]], expected: str) -> Ru
 RULES = (*_read_rules(), *_FORMULAS)
 
 
-def find_rule_violations(config: Section, skip_paths: Iterable[str] = ()) -> Iterator[ConfigProblem]:
-    """Every broken rule whose options are known and not below a path of ``skip_paths``."""
-    skipped = tuple(skip_paths)
+def find_rule_violations(config: Section, skipped: tuple[str, ...] = ()) -> Iterator[ConfigProblem]:
+    """Every broken rule whose options are known and not below a path of ``skipped``."""
     for rule in RULES:
         values = [get_by_path(config, path) for path in rule.paths]
         if any(value is None or value == AUTO for value in values) or _overlaps(rule.paths, skipped):
@@ -168,9 +165,8 @@ def _find_curriculum_problems(config: Section, skipped: tuple[str, ...]) -> Iter
             yield ConfigProblem(f"{path}.random_ltd_layer_num", ltd.random_ltd_layer_num, expected)
 
 
-def find_unsupported(config: Section, skip_paths: Iterable[str] = ()) -> Iterator[ConfigProblem]:
+def find_unsupported(config: Section, skipped: tuple[str, ...] = ()) -> Iterator[ConfigProblem]:
     """One problem for each switch that is on of what is not built."""
-    skipped = tuple(skip_paths)
     for path, (hint, is_on, status) in unsupported_options(type(config)).items():
         value = get_by_path(config, path)
         if value is None or (isinstance(value, str) and value == AUTO) or _overlaps((path,), skipped):

@@ -174,7 +174,7 @@ def materialize_tensor(tensor: Tensor) -> Tensor:
 
 def deferred_like(tensor: Tensor) -> Tensor:
     """Return a new pending tensor of the layout of ``tensor`` (zeros until something is written)."""
-    return _as_deferred(_meta_like(tensor))
+    return torch.Tensor._make_subclass(DeferredTensor, _meta_like(tensor))
 
 
 def defer_parameter(param: Tensor, storages: dict[int, torch.UntypedStorage]) -> None:
@@ -226,10 +226,6 @@ def drop_record(tensor: Tensor) -> None:
 
 def _meta_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tuple(tensor.size()), tuple(tensor.stride()), dtype=tensor.dtype, device=META)
-
-
-def _as_deferred(tensor: Tensor) -> Tensor:
-    return torch.Tensor._make_subclass(DeferredTensor, tensor)
 
 
 def _make_meta_alias(tensor: Tensor) -> Tensor:
@@ -356,7 +352,7 @@ class _OpCall:
             if id(leaf) in self.original_by_id:
                 leaves[position] = self.original_by_id[id(leaf)]
                 continue
-            leaves[position] = _as_deferred(leaf if is_meta(leaf) else _meta_like(leaf))
+            leaves[position] = torch.Tensor._make_subclass(DeferredTensor, leaf if is_meta(leaf) else _meta_like(leaf))
             if leaf.untyped_storage()._cdata not in viewed_storages:
                 new_tensors[position] = leaves[position]
         if self.written or (new_tensors and not returns_uninitialized(self.func)):

@@ -80,15 +80,16 @@ class Preflight:
         groups = [mesh.size(), get_tp_size(config)]
         self._process_bytes = measure_process_bytes(model, self._state_device, groups)
         self._rank_process_bytes = measure_process_bytes(model, device, groups)
-        self._limit_bytes = find_memory_limit(config, self._state_device, self._num_local_ranks, resident_bytes())
+        limit_bytes = find_memory_limit(config, self._state_device, self._num_local_ranks, resident_bytes())
         self._meta_model: MetaModel | None = None
         self._state_bytes = 0
         unmodelled = unmodelled_options(config)
         if unmodelled and self.mode != "off":
             self.mode = "off"
             skip_memory_check(f"{', '.join(unmodelled)} is not modelled yet; watch the memory of the job")
-        if self.mode == "off" or self._limit_bytes is None:
+        if self.mode == "off" or limit_bytes is None:
             return
+        self._limit_bytes = limit_bytes
         self._state_bytes = self._compute_state_bytes(model)
         exceeds_limit = self._state_bytes > self._limit_bytes
         if mesh.size() > 1:
@@ -103,7 +104,7 @@ class Preflight:
 
     def check_first_batch(self, model: nn.Module) -> None:
         """Check once more when the first batch is there; call when the model is in its final form."""
-        if self.mode == "off" or self._limit_bytes is None or self._meta_model is None:
+        if self._meta_model is None:
             return
 
         def pre_forward_hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -116,7 +117,7 @@ class Preflight:
     def _check_batch(self, input_spec: InputSpec) -> None:
         """Refuse what the activations of this batch make too large.  Not collective: a rank that
         refuses closes its engine, and its peers notice."""
-        assert self._meta_model is not None and self._limit_bytes is not None
+        assert self._meta_model is not None
         facts = get_model_size(self._meta_model.model)
         if facts.hidden_size and facts.num_layers:
             vocab_size = getattr(getattr(self._meta_model.model, "config", None), "vocab_size", 0) or 0
@@ -167,7 +168,6 @@ class Preflight:
 
     def _needs_batch_check(self) -> bool:
         """Whether the activations could matter: with states of a sixteenth of the limit, or a limit given."""
-        assert self._limit_bytes is not None
         if self._state_device != self._device:  # the limit is of the host's memory, and activations are not there
             return False
         return self._state_bytes > self._limit_bytes // 16 or self._config.memory.host_limit is not None
@@ -200,7 +200,6 @@ class Preflight:
 
     def _explain_rejection(self, plan: Plan | None, input_spec: InputSpec | None) -> str:
         """What is needed, what there is, and what would fit."""
-        assert self._limit_bytes is not None
         subject = f"the {self._num_local_ranks} ranks of this host" if self._num_local_ranks > 1 else "this rank"
         needed_bytes = self._state_bytes if plan is None else (plan.per_host or plan.per_rank.total)
         comparison = f"{format_bytes(needed_bytes)}, and there are {format_bytes(self._limit_bytes)}"

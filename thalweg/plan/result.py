@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -139,11 +139,8 @@ class Plan:
 
 def format_byte_table(per_rank: MemoryBreakdown, limit: int | None = None, per_host: int = 0) -> str:
     """Bytes of one rank by what they are for."""
-    rows = []
-    for item in fields(MemoryBreakdown):
-        value = getattr(per_rank, item.name)
-        if value:
-            rows.append([item.name, format_bytes(value), LABELS[item.name]["description"]])
+    parts = asdict(per_rank).items()
+    rows = [[name, format_bytes(value), LABELS[name]["description"]] for name, value in parts if value]
     rows.append(["total", format_bytes(per_rank.total), "of one rank at its peak"])
     if limit is not None:
         rows.append(["limit", format_bytes(limit), "of one rank"])

@@ -391,12 +391,8 @@ def _read_shares(optim: dict[str, Any], is_stage3: bool) -> list[_Share]:
         state = states[index] if index < len(states) else {}
         group = group_of[index] if index < len(group_of) else index
         hyper = groups[group] if group < len(groups) else {}
-        vectors = {_MASTER: master}
-        vectors |= {
-            str(key): value
-            for key, value in state.items()
-            if isinstance(value, torch.Tensor) and value.shape and value.numel() >= master.numel()
-        }
+        tensors = {str(key): value for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape}
+        vectors = {_MASTER: master} | {key: v for key, v in tensors.items() if v.numel() >= master.numel()}
         step = state.get("step", hyper.get("step", optim.get("base_optimizer_state_step")))
         shares.append(_Share(vectors, None if step is None else float(step), group, dict(hyper)))
     return shares

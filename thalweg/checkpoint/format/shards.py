@@ -97,7 +97,8 @@ def write_shard(
         writer.append(memoryview(header), lambda part: None)
         digests = {entry.key: _write_entry(writer, entry, next(values), release) for entry in entries}
         writer.finish()
-    return FileRecord(size=size, header_bytes=len(header), header_sha256=_sha256(header)), digests
+    header_sha256 = hashlib.sha256(header).hexdigest()
+    return FileRecord(size=size, header_bytes=len(header), header_sha256=header_sha256), digests
 
 
 def _write_entry(
@@ -110,10 +111,6 @@ def _write_entry(
         writer.append(data, digest.update)
     release(value)
     return digest.hexdigest()
-
-
-def _sha256(data: bytes | bytearray | memoryview) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 _HeaderEntry = tuple[str, list[int], int, int]  # dtype, shape, start and stop among the data
@@ -200,9 +197,9 @@ class ShardReader:
     def _load_header(self, handle: int) -> dict[str, _HeaderEntry]:
         with self._lock:
             if self._entries is None:
-                header = bytearray(self.record.header_bytes)
-                self._read_and_hash("(header)", handle, memoryview(header), 0, hashlib.sha256())
-                if _sha256(header) != self.record.header_sha256:
+                header, digest = bytearray(self.record.header_bytes), hashlib.sha256()
+                self._read_and_hash("(header)", handle, memoryview(header), 0, digest)
+                if digest.hexdigest() != self.record.header_sha256:
                     raise CorruptCheckpointError(f"{self.path}: its header has changed since it was saved")
                 self._entries = dict(_parse_header(self.path, bytes(header)))
             return self._entries

@@ -226,11 +226,7 @@ def _install_unit_hooks(
 
 
 def _find_unit(name: str, fp32_modules: tuple[str, ...], units: dict[str, nn.Module]) -> str:
-    for candidates in (fp32_modules, units):
-        for unit in candidates:
-            if name.startswith(f"{unit}."):
-                return unit
-    return ""
+    return next((unit for unit in (*fp32_modules, *units) if name.startswith(f"{unit}.")), "")
 
 
 def _apply_tiling(model: nn.Module, run_spec: RunSpec) -> LossTiling | None:
