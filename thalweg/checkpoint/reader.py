@@ -26,7 +26,7 @@ from thalweg.checkpoint.format.chunks import TensorChunk, local_chunks, local_te
 from thalweg.checkpoint.format.codec import decode_tree
 from thalweg.checkpoint.format.direct_writer import SMALL_FILE_BYTES
 from thalweg.checkpoint.format.dtypes import DTYPE_NAMES, DTYPES
-from thalweg.checkpoint.format.manifest import ChunkRecord, Manifest
+from thalweg.checkpoint.format.manifest import ChunkRecord, Manifest, ManifestHead
 from thalweg.checkpoint.format.shards import ShardReader
 from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.device import copy_to_device
@@ -83,19 +83,24 @@ class Checkpoint:
         return cls(path, directory.read_manifest(io, path), io)
 
     @property
+    def head(self) -> ManifestHead:
+        """Tag, step, world size and commit number."""
+        return self.manifest.head
+
+    @property
     def tag(self) -> str:
         """The tag it was saved under."""
-        return self.manifest.head.tag
+        return self.head.tag
 
     @property
     def step(self) -> int:
         """The optimiser step it was saved at."""
-        return self.manifest.head.step
+        return self.head.step
 
     @property
     def world_size(self) -> int:
         """The number of ranks that saved it."""
-        return self.manifest.head.world
+        return self.head.world
 
     def tensor_names(self, prefix: str = "") -> list[str]:
         """Names of the stored tensors, sorted; aliases are in ``manifest.aliases``."""

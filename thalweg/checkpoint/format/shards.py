@@ -114,6 +114,7 @@ def _write_entry(
 
 
 _HeaderEntry = tuple[str, list[int], int, int]  # dtype, shape, start and stop among the data
+_NOT_THERE: _HeaderEntry = ("", [], 0, -1)
 
 
 class ShardReader:
@@ -165,18 +166,14 @@ class ShardReader:
 
     def _locate(self, name: str, chunk: ChunkRecord, dtype: str, handle: int) -> tuple[int, int]:
         """Where in the file a piece begins, and its bytes."""
-        entry = self._load_header(handle).get(chunk.key)
+        *form, start, stop = self._load_header(handle).get(chunk.key, _NOT_THERE)
         nbytes = math.prod(chunk.size) * DTYPES[dtype].itemsize
         data_bytes = self.record.size - self.record.header_bytes
-        if (
-            entry is None
-            or entry[:2] != safetensors_dtype_and_shape(dtype, chunk.size)
-            or not 0 <= entry[2] <= entry[3] <= data_bytes
-        ):
+        if form != [*safetensors_dtype_and_shape(dtype, chunk.size)] or not 0 <= start <= stop <= data_bytes:
             raise CorruptCheckpointError(f"{self.path}: its header does not hold tensor {name} as the manifest says")
-        if entry[3] - entry[2] != nbytes:
+        if stop - start != nbytes:
             raise CorruptCheckpointError(f"{self.path}: its header gives tensor {name} another number of bytes")
-        return self.record.header_bytes + entry[2], nbytes
+        return self.record.header_bytes + start, nbytes
 
     @contextmanager
     def _open_file(self) -> Iterator[int]:

@@ -303,14 +303,15 @@ def _trace_updates(
         shards.append(shard)
     recorder.ignore(shards)
     recorder.ignore([shard.grad for shard in shards if shard.grad is not None])
-    with recorder, recorder.with_label("update"), torch.no_grad():  # some make their state at once
+    recorder.label = "update"
+    with recorder, torch.no_grad():  # some make their state at once
         optimizer = build_optimizer(run_spec.optimizer, shards, run_spec.optimizer_params)
     creation_events = recorder.pop_events()
     recorded, site_state = [], []
     # Where sites began, and the outer momentum; or what compressed gradients have left out.
     copies = 2 if run_spec.outer_optimizer is not None else int(run_spec.gradient_compression is not None)
     for _ in range(2):
-        with recorder, recorder.with_label("update"), torch.no_grad():
+        with recorder, torch.no_grad():
             recorder.record_mark("update")
             optimizer.step()
             site_state = site_state or [torch.empty_like(shard, dtype=torch.float32) for shard in shards * copies]
