@@ -319,7 +319,7 @@ def parallelize(
         window.add_listener(StepCallbacks(on_step=profile.count_step))
     meter = _make_meter(config, meshes, model_info, device)
     if meter is not None:
-        window.add_listener(StepCallbacks(on_close=meter.close))
+        window.add_listener(StepCallbacks(on_close=meter.recorder.close))
     schedule = _make_lr_scheduler(config, managed, lr_scheduler)
     if config.seed is not None:
         torch.manual_seed(config.seed + mesh.get_local_rank())

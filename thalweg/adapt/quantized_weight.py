@@ -108,13 +108,11 @@ class QuantizedWeight(Tensor):
 
     def _is_plain(self, numbers: Tensor) -> bool:
         """Whether all are memory of the host, of which a kernel sees addresses alone, in the forms that it knows."""
-        return (
-            not torch.compiler.is_compiling()
-            and all(type(t) is Tensor and t.is_contiguous() and t.is_cpu for t in (self.codes, self.scales, numbers))
-            and numbers.dtype in (torch.float32, torch.bfloat16)
-            and self.scales.dtype == torch.bfloat16
-            and numbers.numel() > 0
-        )
+        if torch.compiler.is_compiling() or numbers.numel() == 0:
+            return False
+        is_known = numbers.dtype in (torch.float32, torch.bfloat16) and self.scales.dtype == torch.bfloat16
+        tensors = self.codes, self.scales, numbers
+        return is_known and all(type(t) is Tensor and t.is_contiguous() and t.is_cpu for t in tensors)
 
     def _run_kernel(self, numbers: Tensor) -> bool:
         from thalweg.ops import cpu_kernels  # LLVM is loaded for those who use such weights

@@ -31,6 +31,7 @@ import secrets
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from thalweg.checkpoint.errors import (
@@ -202,12 +203,8 @@ def find_paths(io: FileSystem, directory: Path, tag: str | None) -> list[Path]:
 
 def make_directories(io: FileSystem, directory: Path) -> None:
     """Make ``directory`` and its parents where they are missing, durably."""
-    missing = []
-    current = directory
-    while not io.exists(current):
-        missing.append(current)
-        current = current.parent
-    for path in reversed(missing):
+    missing = takewhile(lambda path: not io.exists(path), (directory, *directory.parents))
+    for path in reversed(list(missing)):
         io.mkdir(path)
         io.fsync_dir(path.parent)
 

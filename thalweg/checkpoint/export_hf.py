@@ -115,16 +115,14 @@ def save_16bit(
     tensors, _ = to_canonical_names(*model_tensors(module), naming)
     if not include_frozen:
         tensors = {name: tensor for name, tensor in tensors.items() if not is_frozen(tensor)}
-    weights = [
-        _ExportTensor(name, _target_dtype(stored, dtype), shape, fetch)
-        for name, stored, shape, fetch in iter_full_tensors(tensors, naming)
-    ]
+    full = iter_full_tensors(tensors, naming)
+    weights = [_ExportTensor(name, _target_dtype(kind, dtype), shape, fetch) for name, kind, shape, fetch in full]
     export = _HfExport(io or FileSystem(), directory, _split_into_files(weights, max_shard_bytes))
     operation, is_writer = f"saving weights to {directory}", ranks.rank == 0
     problem = _adapter_problem([weight.key for weight in weights])
     if problem and is_writer:
         _log.warning("%s: %s", directory, problem)
-    ranks.all_or_raise(operation, lambda: export.prepare_directory() if is_writer else None)
+    ranks.first_or_raise(operation, export.prepare_directory)
     values, failure = export.fetch_all(), None
     if is_writer:
         try:

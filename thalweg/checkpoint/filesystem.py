@@ -27,6 +27,13 @@ class FileSystem:
 
     lock_timeout = 60.0  # seconds; a holder needs milliseconds, so whoever takes longer is stopped or stuck
 
+    # Of a handle: cut the file to so many bytes, make its bytes survive a loss of power, give it back.
+    truncate, fsync, close = staticmethod(os.ftruncate), staticmethod(os.fsync), staticmethod(os.close)
+    # Of a path: whether anything has this name; make one directory, which must not exist yet, remove an empty one.
+    exists, mkdir, rmdir = staticmethod(os.path.lexists), staticmethod(os.mkdir), staticmethod(os.rmdir)
+    # Give a file another name in one step, replacing a file of that name; remove one.
+    rename, remove = staticmethod(os.rename), staticmethod(os.unlink)
+
     def open_write(self, path: Path, *, direct: bool = False) -> int:
         """Create ``path``, which must not exist yet, for writing.
 
@@ -55,10 +62,6 @@ class FileSystem:
                 continue
             view, offset = view[done:], offset + done
 
-    def truncate(self, handle: int, size: int) -> None:
-        """Cut the file to ``size`` bytes."""
-        os.ftruncate(handle, size)
-
     def pread_into(self, handle: int, buffer: Any, offset: int) -> int:
         """Fill ``buffer`` from byte ``offset``; returns the bytes read, fewer only at the end of the file."""
         view = memoryview(buffer).cast("B")
@@ -70,21 +73,9 @@ class FileSystem:
             total += done
         return total
 
-    def fsync(self, handle: int) -> None:
-        """Make the file's bytes survive a loss of power."""
-        os.fsync(handle)
-
-    def close(self, handle: int) -> None:
-        """Give the handle back."""
-        os.close(handle)
-
     def size(self, path: Path) -> int:
         """Bytes in the file."""
         return os.stat(path).st_size
-
-    def exists(self, path: Path) -> bool:
-        """Whether anything has this name."""
-        return os.path.lexists(path)
 
     def age(self, path: Path) -> float:
         """Seconds since a file was last written to, or a directory or any file in it."""
@@ -98,22 +89,6 @@ class FileSystem:
     def listdir(self, path: Path) -> list[str]:
         """Sorted names in a directory."""
         return sorted(os.listdir(path))
-
-    def mkdir(self, path: Path) -> None:
-        """Make one directory, which must not exist yet."""
-        os.mkdir(path)
-
-    def rename(self, source: Path, target: Path) -> None:
-        """Give ``source`` the name ``target`` in one step, replacing a file of that name."""
-        os.rename(source, target)
-
-    def remove(self, path: Path) -> None:
-        """Remove a file."""
-        os.unlink(path)
-
-    def rmdir(self, path: Path) -> None:
-        """Remove an empty directory."""
-        os.rmdir(path)
 
     def lock(self, path: Path) -> int:
         """Keep other processes that ask, too, from a directory until the handle is closed.

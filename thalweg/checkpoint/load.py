@@ -35,7 +35,6 @@ def open_verified(
     *,
     resume: ResumePolicy = "auto",
     group: Any = None,
-    io: FileSystem | None = None,
 ) -> Checkpoint | None:
     """Choose and fully verify the checkpoint to load from; collective, the same answer on all ranks.
 
@@ -47,20 +46,19 @@ def open_verified(
     """
     if resume == "never":
         return None
-    io, checkpoint_dir, ranks = io or FileSystem(), Path(checkpoint_dir), RankGroup.from_group(group)
+    io, checkpoint_dir, ranks = FileSystem(), Path(checkpoint_dir), RankGroup.from_group(group)
     has_tag = tag is not None and tag != directory.LATEST
 
     def choose() -> dict[str, Any]:
-        names, foreign = [], None
+        asked, names, foreign = None if tag is None else str(tag), [], None
         if ranks.rank == 0:
-            foreign = find_foreign(io, checkpoint_dir, None if tag is None else str(tag))
-        if foreign is not None:
-            names = [os.path.relpath(foreign, checkpoint_dir)]
-        elif ranks.rank == 0 and has_tag:
-            names = [directory.resolve_tag(io, checkpoint_dir, str(tag)).path.name]
-        elif ranks.rank == 0:
-            names = [found.path.name for found in directory.list_load_candidates(io, checkpoint_dir)]
-        return {"tag": None if tag is None else str(tag), "names": names, "foreign": foreign is not None}
+            if (foreign := find_foreign(io, checkpoint_dir, asked)) is not None:
+                names = [os.path.relpath(foreign, checkpoint_dir)]
+            elif has_tag:
+                names = [directory.resolve_tag(io, checkpoint_dir, str(tag)).path.name]
+            else:
+                names = [found.path.name for found in directory.list_load_candidates(io, checkpoint_dir)]
+        return {"tag": asked, "names": names, "foreign": foreign is not None}
 
     chosen = ranks.all_or_raise(f"looking for a checkpoint in {checkpoint_dir}", choose)
     tags = sorted({str(choice["tag"]) for choice in chosen})

@@ -33,6 +33,8 @@ from thalweg.device import get_rng_state, set_rng_state
 from thalweg.parallel.pipeline.tied_weights import IDENTITY_NAMING, ParamNaming
 from thalweg.zero.whole_parameter import named_shards
 
+_NUMPY_STATE = ("name", "keys", "position", "has_gauss", "cached")  # what numpy.random.get_state() is made of
+
 
 def model_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Parameters and persistent buffers by fqn, each once, and the aliases of those that are tied."""
@@ -213,14 +215,7 @@ def _capture_rng() -> dict[str, Any]:
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        name, keys, position, has_gauss, cached = numpy.random.get_state()
-        tree["numpy"] = {
-            "name": str(name),
-            "keys": keys.copy(),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
-        }
+        tree["numpy"] = dict(zip(_NUMPY_STATE, numpy.random.get_state(), strict=True))
     accelerator = get_rng_state()[1]
     if accelerator is not None:
         tree["cuda"] = accelerator
@@ -237,8 +232,6 @@ def _restore_rng(tree: dict[str, Any]) -> None:
     if "numpy" in tree:
         import numpy
 
-        saved = tree["numpy"]
-        state = (saved["name"], saved["keys"], saved["position"], saved["has_gauss"], saved["cached"])
-        numpy.random.set_state(state)
+        numpy.random.set_state(tuple(tree["numpy"][key] for key in _NUMPY_STATE))
     if "cuda" in tree:
         set_rng_state((torch.get_rng_state(), tree["cuda"].cpu()))

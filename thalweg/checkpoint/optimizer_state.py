@@ -150,10 +150,8 @@ def plan_optimizer_load(
             indices = [index]  # a stage without members of this group
         if not indices:
             return {}
-        choices = [
-            {key: value for key, value in saved_groups[n]["hyper"].items() if key not in _IMPLEMENTATION_KEYS}
-            for n in indices
-        ]
+        saved_hypers = [saved_groups[n]["hyper"].items() for n in indices]
+        choices = [{key: value for key, value in hyper if key not in _IMPLEMENTATION_KEYS} for hyper in saved_hypers]
         if any(choice != choices[0] for choice in choices[1:]):
             raise CheckpointMismatchError(
                 f"the optimiser's group {index} joins parameters of the saved groups {indices}, whose "

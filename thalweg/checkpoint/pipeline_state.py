@@ -62,10 +62,8 @@ def merge_stage_states(local_state: dict[str, Any], naming: ParamNaming) -> dict
             )
         return tree
 
-    stage_states = [
-        decode_tree(tree, {}.__getitem__)
-        for tree in ranks.all_or_raise("merging the stages of a pipeline", encode_local)
-    ]
+    trees = ranks.all_or_raise("merging the stages of a pipeline", encode_local)
+    stage_states = [decode_tree(tree, {}.__getitem__) for tree in trees]
     merged = dict(local_state)
     left_out = sorted({name for part in stage_states for name in part["left_out"]})
     extra = {name: value for part in stage_states for name, value in part["extra"].items()}

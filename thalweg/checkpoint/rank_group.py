@@ -77,6 +77,10 @@ class RankGroup:
         first = next(iter(failed.values()))
         raise ERRORS_BY_NAME.get(first["kind"], CheckpointError)(_format_failures(failed, self.world_size)) from cause
 
+    def first_or_raise(self, operation: str, fn: Callable[[], Any]) -> Any:
+        """Run ``fn`` on the first rank alone; its result (JSON-able), or its error, on every rank."""
+        return self.all_or_raise(operation, lambda: fn() if self.rank == 0 else None)[0]
+
 
 def _format_failures(failed: dict[int, dict[str, str]], world_size: int) -> str:
     operation = next(iter(failed.values()))["what"]  # a rank's own words may differ, in a path or a tag

@@ -139,8 +139,6 @@ def save_snapshot(
         temporary: list[Path] = []
 
         def start() -> list[Any]:
-            if ranks.rank != 0:
-                return []
             temporary_dir, sequence = directory.start_save(io, checkpoint_dir, tag)
             temporary.append(temporary_dir)
             return [temporary_dir.name, sequence]
@@ -164,8 +162,6 @@ def save_snapshot(
 
         def commit() -> str:
             """Put the ranks' digests together; a piece without one would be a bug, and is an error."""
-            if ranks.rank != 0:
-                return ""
             files = {file: outcome for by_rank in written for file, outcome in by_rank.items()}
             pieces: dict[str, list[ChunkRecord]] = {name: [] for name in records}
             for item in plan:
@@ -195,8 +191,6 @@ def save_snapshot(
             return str(directory.commit(io, checkpoint_dir, path, manifest, save_latest=save_latest))
 
         def finalize() -> str:
-            if ranks.rank != 0:
-                return ""
             final_path = public
             try:
                 final_path = directory.finalize_tag(io, checkpoint_dir, tag)
@@ -207,15 +201,15 @@ def save_snapshot(
             return str(final_path)
 
         try:
-            name, sequence = ranks.all_or_raise(operation, start)[0]
+            name, sequence = ranks.first_or_raise(operation, start)
             path = checkpoint_dir / name
             written = ranks.all_or_raise(operation, write_shards)
-            public = Path(ranks.all_or_raise(operation, commit)[0])
+            public = Path(ranks.first_or_raise(operation, commit))
         except Exception:
             if temporary:
                 directory.discard_save(io, temporary[0])
             raise
-        return Path(ranks.all_or_raise(operation, finalize)[0])
+        return Path(ranks.first_or_raise(operation, finalize))
 
     if background is None:
         return write(ranks)

@@ -59,19 +59,15 @@ class TrainingState:
         """Commit a checkpoint; see ``Engine.save_checkpoint``."""
         self.background.wait()
         components, keep_latest_k = self.components, self.config.checkpoint.keep
+        module, optimizer, naming = components.module, components.optimizer, components.param_naming
         tag = self._agree_on_tag(str(tag or f"global_step{self.counters.global_steps}"))
         self._finalize()
         state = {"client_state": dict(client_state or {}), _KEY: self._state_dict()}
+        snapshot = build_snapshot(module, optimizer, state=state, include_frozen=include_frozen, naming=naming)
         path = save_snapshot(
             directory,
             tag,
-            build_snapshot(
-                components.module,
-                components.optimizer,
-                state=state,
-                include_frozen=include_frozen,
-                naming=components.param_naming,
-            ),
+            snapshot,
             step=self.counters.global_steps,
             group=components.meshes.world_group,
             keep_latest_k=None if keep_latest_k == "all" else keep_latest_k,
@@ -132,9 +128,8 @@ class TrainingState:
         self.background.wait()
         known, attempt = self._known[-2:], self._num_rewinds // _REWINDS_EACH
         if attempt >= len(known):
-            tried = (
-                f"{self._num_rewinds} times back at a checkpoint did not help" if known else "no checkpoint was saved"
-            )
+            rewound = f"{self._num_rewinds} times back at a checkpoint did not help"
+            tried = rewound if known else "no checkpoint was saved"
             raise TrainingDivergedError(
                 f"{reason}; {tried}. Lower the learning rate, set gradient_clipping, or look at the data"
             )
@@ -161,12 +156,8 @@ class TrainingState:
             return {name: v for name, v in full_state_dict(module).items() if name not in naming.excluded}
         tensors, aliases = to_canonical_names(*model_tensors(module), naming)
         full = {name: fetch().detach().cpu().clone() for name, *_, fetch in iter_full_tensors(tensors, naming)}
-        named = [
-            alias
-            for part in RankGroup.from_group(naming.group).all_gather_json(list(aliases.items()))
-            for alias in part
-        ]
-        return full | {alias: full[name] for alias, name in named}
+        parts = RankGroup.from_group(naming.group).all_gather_json(list(aliases.items()))
+        return full | {alias: full[name] for part in parts for alias, name in part}
 
     def set_model_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
         """Load full tensors, or shards of this layout, into what this rank has of the model."""

@@ -150,7 +150,7 @@ def migrate_script(path: Path) -> ScriptReport:
             report.notes.append(f"{label}: {_MADE_AT_RUN_TIME}")
         else:
             report.configs.append(migrate_config(source, label))
-    if not reader.imports_any:
+    if not reader.imported:
         report.notes.append(
             "no import of deepspeed or mii: where a library (transformers, accelerate, lightning) imports it, "
             "`thalweg run --as-deepspeed` runs the script as it is"
@@ -168,7 +168,7 @@ class _ScriptReader(ast.NodeVisitor):
 
     def __init__(self, packages: dict[str, Package]) -> None:
         self._packages = packages
-        self._local: dict[str, str] = {}  # a name in the script -> the dotted one that it stands for
+        self.imported: dict[str, str] = {}  # a name in the script -> the dotted one that it stands for
         self._engines: set[str] = set()
         self._literals: dict[str, ast.expr] = {}
         self._config_arguments: list[ast.expr] = []
@@ -178,14 +178,14 @@ class _ScriptReader(ast.NodeVisitor):
         for item in node.names:
             if self._is_ours(item.name):
                 first = item.name.partition(".")[0]
-                self._local[item.asname or first] = item.name if item.asname else first
+                self.imported[item.asname or first] = item.name if item.asname else first
                 if "." in item.name:
                     self._use(node, item.name)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         if not node.level and self._is_ours(node.module or ""):
             for item in node.names:
-                self._local[item.asname or item.name] = f"{node.module}.{item.name}"
+                self.imported[item.asname or item.name] = f"{node.module}.{item.name}"
                 self._use(node, f"{node.module}.{item.name}")
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
@@ -214,11 +214,6 @@ class _ScriptReader(ast.NodeVisitor):
             self._config_arguments += [k.value for k in node.keywords if k.arg in ("config", "config_params")]
         self.generic_visit(node)
 
-    @property
-    def imports_any(self) -> bool:
-        """Whether the script imports one of the packages."""
-        return bool(self._local)
-
     def configs(self, script: Path) -> Iterator[tuple[Any, str]]:
         """Each config that a call names: as a dict or a path, or None where only the running program knows it."""
         for given in self._config_arguments:
@@ -243,7 +238,7 @@ class _ScriptReader(ast.NodeVisitor):
             node = node.value
         if not isinstance(node, ast.Name):
             return None
-        first = self._local.get(node.id, node.id if node.id in self._engines else None)
+        first = self.imported.get(node.id, node.id if node.id in self._engines else None)
         return None if first is None else ".".join([first, *reversed(parts)])
 
     def _use(self, node: Any, name: str, arguments: list[str] | None = None) -> None:

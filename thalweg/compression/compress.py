@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -92,7 +93,10 @@ def _apply_technique(model: nn.Module, technique: str, shared: Any, groups: Mapp
                         raise ValueError(f"{where}.params has no {required}: say it there")
                 at = f"{where}: {name}"
                 if technique == "weight_quantization":
-                    quantize_layer_weight(layer, compression, _weight_quantization(shared, group.params), at)
+                    params, period = group.params, group.params.quantization_period
+                    pace = 1 if period is None else period, shared.schedule_offset
+                    spec = weight_quantization(shared, params, *pace, shared.quantization_type, shared.rounding)
+                    quantize_layer_weight(layer, compression, spec, at)
                 elif technique == "activation_quantization":
                     _quantize_activation(compression, shared, group.params.bits)
                 else:
@@ -114,25 +118,27 @@ def find_layers(model: nn.Module, pattern: str, related: bool = False) -> Iterat
             yield name
 
 
-def _weight_quantization(shared: Any, params: Any) -> WeightQuantization:
-    mixed, period = shared.fp16_mixed_quantize, params.quantization_period
+def weight_quantization(
+    section: Any, bits: Any, period: int, offset: int, quantization_type: str, rounding: str
+) -> WeightQuantization:
+    """How weights lose their bits; ``section`` has what compression and MoQ spell alike, ``bits`` where they begin and
+    end."""
+    mixed = section.fp16_mixed_quantize
     return WeightQuantization(
-        start_bits=params.start_bits,
-        target_bits=params.target_bits,
-        period=1 if period is None else period,
-        offset=shared.schedule_offset,
-        num_groups=shared.quantize_groups,
-        symmetric=shared.quantization_type == "symmetric",
-        stochastic=shared.rounding == "stochastic",
+        start_bits=bits.start_bits,
+        target_bits=bits.target_bits,
+        period=period,
+        offset=offset,
+        num_groups=section.quantize_groups,
+        symmetric=quantization_type == "symmetric",
+        stochastic=rounding == "stochastic",
         change_ratio=mixed.quantize_change_ratio if mixed.enabled else 0.0,
-        verbose=shared.quantize_verbose,
+        verbose=section.quantize_verbose,
     )
 
 
 def quantize_layer_weight(layer: Any, compression: Compression, spec: WeightQuantization, where: str) -> None:
     """Check that a specification suits a layer, and have it quantised; a table by rows (tokens)."""
-    from dataclasses import replace
-
     if isinstance(layer, nn.Embedding):
         spec = replace(spec, num_groups=layer.num_embeddings)
     if layer.weight.numel() % spec.num_groups:

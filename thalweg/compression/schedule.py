@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thalweg.compression.compress import init_compression, is_enabled, quantize_layer_weight
+from thalweg.compression.compress import init_compression, is_enabled, quantize_layer_weight, weight_quantization
 from thalweg.compression.layers import (
     CompressedLayer,
     Compression,
-    WeightQuantization,
     compress_layer,
     is_compressible,
     iter_compressed,
@@ -68,18 +67,10 @@ def setup_compression(
 
 
 def _quantize_all(model: nn.Module, section: Any) -> None:
-    mixed, algorithm = section.fp16_mixed_quantize, section.quantize_algo
-    spec = WeightQuantization(
-        start_bits=section.quantize_bits.start_bits,
-        target_bits=section.quantize_bits.target_bits,
-        period=section.quantize_schedule.quantize_period,
-        offset=section.quantize_schedule.schedule_offset,
-        num_groups=section.quantize_groups,
-        symmetric=(algorithm.q_type or section.quantize_type) == "symmetric",
-        stochastic=algorithm.rounding == "stochastic",
-        change_ratio=mixed.quantize_change_ratio if mixed.enabled else 0.0,
-        verbose=section.quantize_verbose,
-    )
+    algorithm, schedule = section.quantize_algo, section.quantize_schedule
+    pace = schedule.quantize_period, schedule.schedule_offset
+    kind = algorithm.q_type or section.quantize_type
+    spec = weight_quantization(section, section.quantize_bits, *pace, kind, algorithm.rounding)
     for index, (name, module) in enumerate(list(model.named_modules())):
         if is_compressible(module):
             compression = compress_layer(module, index)

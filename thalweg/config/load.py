@@ -25,8 +25,7 @@ from thalweg.config.resolve import try_resolve
 from thalweg.config.rules import find_rule_violations, find_unsupported
 from thalweg.config.schema import Config, ModelSize, Provenance
 from thalweg.config.schema.base import AUTO, Section, get_section_type, to_jsonable, union_members
-from thalweg.config.schema.optimizer import OPTIMIZERS, canonical_name, get_params_schema
-from thalweg.config.schema.scheduler import SCHEDULES
+from thalweg.config.schema.optimizer import PARAMS_SCHEMAS, canonical_name, get_params_schema
 from thalweg.config.schema.unsupported import UNUSABLE_TYPES
 from thalweg.config.suggestions import closest_match, describe_type, paths_by_key, suggest_value
 
@@ -34,7 +33,6 @@ ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
 Translation = Callable[[dict[str, Any]], dict[str, Any]]
 _MAX_HINTS = 100  # faults for which the nearest key is looked up, which takes a millisecond each
 _DEFAULT_TYPES = {"optimizer": "AdamW", "scheduler": "WarmupLR"}
-_PARAM_SCHEMAS = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULES}
 
 
 @dataclass
@@ -115,7 +113,7 @@ def read_partial_config(source: ConfigSource, translate: Translation | None = No
     tree, partial.aliases, alias_problems = apply_key_aliases(translate(parsed.tree) if translate else parsed.tree)
     partial.problems += alias_problems
     user_set = frozenset(_leaf_paths(tree))
-    unnamed = [block for block in _PARAM_SCHEMAS if _get_type(tree, block) == AUTO]
+    unnamed = [block for block in PARAMS_SCHEMAS if _get_type(tree, block) == AUTO]
     derived = tuple((f"{block}.type", "asked for without a name") for block in unnamed)
     partial.problems += _validate_params_blocks(tree)
     config = _validate(tree, partial.problems)
@@ -211,12 +209,12 @@ def _validate_params_blocks(tree: dict[str, Any]) -> list[ConfigProblem]:
         name = _DEFAULT_TYPES[block] if type_name == AUTO else canonical_name(block, type_name)
         if name is None:
             tree.pop(block)
-            name = closest_match(type_name, _PARAM_SCHEMAS[block])
+            name = closest_match(type_name, PARAMS_SCHEMAS[block])
             unusable = UNUSABLE_TYPES[block].items()
             if reason := next((why for other, why in unusable if other.lower() == type_name.lower()), None):
                 problem = ConfigProblem(f"{block}.type", type_name, f"another type: {type_name} {reason}")
             else:
-                known = ", ".join(_PARAM_SCHEMAS[block])
+                known = ", ".join(PARAMS_SCHEMAS[block])
                 expected = f"one of {known}; any other can be built by you and handed to initialize"
                 problem = ConfigProblem(f"{block}.type", type_name, expected, name)
             problems.append(problem)

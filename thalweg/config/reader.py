@@ -27,10 +27,8 @@ _COMMENT_KEYS = ("_comment", "//", "#")  # as people write remarks into JSON
 
 def read_source(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[ParsedText, str]:
     """The document of any source, cleaned, and a short name for messages."""
-    if source is None:
-        parsed, label = ParsedText(tree={}), ""
-    elif isinstance(source, Mapping):
-        parsed, label = ParsedText(tree=source), ""
+    if source is None or isinstance(source, Mapping):
+        parsed, label = ParsedText(tree={} if source is None else source), ""
     elif isinstance(source, str | os.PathLike):
         parsed, label = _read_text(source)
     else:

@@ -28,9 +28,7 @@ def config_reference() -> str:
             continue
         if any(is_under(path, unread) for unread in unread_blocks(Config)):
             continue
-        default = (
-            "required" if field.is_required() else f"`{_shown(field.default)}`" if field.default is not None else ""
-        )
+        default = "required" if field.is_required() else _shown(field.default)
         cells = (f"`{name}`", describe_type(field.annotation, field.metadata), default, _remark(path))
         blocks.setdefault(block, []).append(f"| {' | '.join(cells)} |")
     text = _INTRODUCTION
@@ -65,4 +63,5 @@ def _remark(path: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    return json.dumps(value if isinstance(value, int | float | str | bool | list | tuple | dict) else str(value))
+    is_json = isinstance(value, int | float | str | bool | list | tuple | dict)
+    return "" if value is None else f"`{json.dumps(value if is_json else str(value))}`"

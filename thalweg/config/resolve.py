@@ -11,7 +11,7 @@ a model that tells no ``hidden_size`` gets the schema's defaults.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -40,9 +40,8 @@ def _optimizer_lr(config: Config, hidden: int | None) -> tuple[Any, str] | None:
 
 def _warmup_steps(config: Config, hidden: int | None) -> tuple[Any, str] | None:
     total = get_by_path(config, "scheduler.params.total_num_steps")
-    if isinstance(total, int):
-        return max(1, min(1000, total // 10)), "a tenth of total_num_steps, at most 1000"
-    return None
+    reason = "a tenth of total_num_steps, at most 1000"
+    return (max(1, min(1000, total // 10)), reason) if isinstance(total, int) else None
 
 
 AUTO_DEFAULTS: dict[str, AutoDefault] = {
@@ -75,10 +74,9 @@ def resolve(config: Config, *, world_size: int, model: ModelSize | None = None) 
 
 
 def try_resolve(
-    config: Config, world_size: int, model: ModelSize | None = None, skip_paths: Iterable[str] = ()
+    config: Config, world_size: int, model: ModelSize | None = None, skipped: tuple[str, ...] = ()
 ) -> tuple[Config, list[ConfigProblem]]:
-    """As ``resolve``, but the problems are returned; those at or below a path of ``skip_paths`` are left out."""
-    skipped = tuple(skip_paths)
+    """As ``resolve``, but the problems are returned; those at or below a path of ``skipped`` are left out."""
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         return config, [ConfigProblem("world_size", world_size, "a whole number of ranks, at least 1")]
     values, reasons, problems = resolve_batch_sizes(config, world_size)

@@ -1,7 +1,7 @@
 """The rules between options, and who asks the tables about a given config.
 
-``rules.toml`` lists the combinations that contradict themselves, ``_COMPARISONS`` those that compare two values; the
-tables of ``support.py`` say what is not built yet and what has no effect.
+``rules.toml`` lists the combinations that contradict themselves, ``_FORMULAS`` those that take arithmetic; the tables
+of ``support.py`` say what is not built yet and what has no effect.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,60 +30,33 @@ class Rule:
     expected: str
 
 
-_COMPARISONS = (
+# What the table has no words for: values that are reckoned with.
+_FORMULAS = (
     Rule(
         ("fp16.min_loss_scale", "fp16.enabled", "fp16.loss_scale", "fp16.initial_scale_power"),
         lambda min_scale, on, scale, power: on and scale == 0 and min_scale > 2.0**power,
         "at most the initial scale, 2 to the power of fp16.initial_scale_power",
     ),
     Rule(
-        ("scheduler.params.cycle_max_lr", "scheduler.params.cycle_min_lr"),
-        lambda top, bottom: isinstance(top, float) and isinstance(bottom, float) and top < bottom,
-        "at least scheduler.params.cycle_min_lr",
-    ),
-    Rule(
-        (
-            "zero_optimization.offload_optimizer.nvme_path",
-            "zero_optimization.offload_param.nvme_path",
-            "zero_optimization.offload_optimizer.device",
-            "zero_optimization.offload_param.device",
-        ),
-        lambda states, params, *devices: devices == ("nvme", "nvme") and states != params,
-        "the folder of zero_optimization.offload_param.nvme_path; a rank has one swap file",
-    ),
-    Rule(
-        ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
-        lambda size, inner: size > 1 and inner > 1 and size != inner,
-        "equal to tensor_parallel.tp.tp_size, which says the same, or one of the two left out",
-    ),
-    Rule(
-        ("pipeline.micro_batches", "gradient_accumulation_steps", "pipeline.stages"),
-        lambda count, steps, stages: stages > 1 and count != steps,
-        "equal to gradient_accumulation_steps, which says the same, or left out",
-    ),
-    Rule(
         ("pipeline.schedule", "gradient_accumulation_steps", "pipeline.stages"),
         lambda name, steps, stages: stages > 1 and name == "dualpipev" and steps < 2 * stages,
         "another schedule, or gradient_accumulation_steps to be at least twice pipeline.stages",
     ),
-    Rule(
-        ("autotuning.end_profile_step", "autotuning.start_profile_step"),
-        lambda end, start: end < start,
-        "at least autotuning.start_profile_step",
-    ),
 )
 _OPERATORS = {"!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
-_CONDITION = re.compile(r"(!=|<=?|>=?|in|not in) (.+)")
+_CONDITION = re.compile(r"(!=|<=?|>=?|in|not in) (@?)(.+)")
 
 
-def _holds(value: Any, condition: Any) -> bool:
-    """Whether a value is what a condition of the table says."""
+def _holds(value: Any, condition: Any, given: Mapping[str, Any]) -> bool:
+    """Whether a value is what a condition of the table says, where these are the values of the rule's options."""
     if condition == "set":
         return bool(value)
     parsed = _CONDITION.fullmatch(condition) if isinstance(condition, str) else None
     if parsed is None:
         return value == condition
-    word, operand = parsed.groups()
+    word, is_option, operand = parsed.groups()
+    if is_option:  # a list of rates, one for each group, is not compared
+        return type(value) is type(given[operand]) is not tuple and _OPERATORS[word](value, given[operand])
     if word in _OPERATORS:
         return _OPERATORS[word](value, type(value)(operand))
     names = operand.replace("compressed_optimizers", ", ".join(COMPRESSED_OPTIMIZERS)).split(", ")
@@ -95,10 +68,8 @@ def _read_rules() -> Iterator[Rule]:
     groups: dict[str, list[str]] = table["groups"]
     for block in table["rules"]:
         for each in groups[block["each"]] if "each" in block else [""]:
-            when = [
-                (groups.get(name, [name.replace("{each}", each)]), condition)
-                for name, condition in block.get("when", {}).items()
-            ]
+            given = block.get("when", {}).items()
+            when = [(groups.get(name, [name.replace("{each}", each)]), condition) for name, condition in given]
             for option, fault, expected in block["options"]:
                 conditions = [([option.replace("{each}", each)], fault), *when]
                 text = block.get("expected", "{}").replace("{}", expected).replace("{each}", each)
@@ -108,20 +79,20 @@ def _read_rules() -> Iterator[Rule]:
 def _make_rule(conditions: Sequence[tuple[list[str], Any]], expected: str) -> Rule:
     """The rule that not all conditions may hold, each of any of its options."""
     paths = tuple(path for options, _ in conditions for path in options)
+    paths += tuple(text.partition("@")[2] for _, text in conditions if isinstance(text, str) and "@" in text)
 
     def violated(*values: Any) -> bool:
         given = dict(zip(paths, values, strict=True))
-        return all(any(_holds(given[path], condition) for path in options) for options, condition in conditions)
+        return all(any(_holds(given[path], text, given) for path in options) for options, text in conditions)
 
     return Rule(paths, violated, expected)
 
 
-RULES = (*_read_rules(), *_COMPARISONS)
+RULES = (*_read_rules(), *_FORMULAS)
 
 
-def find_rule_violations(config: Section, skip_paths: Iterable[str] = ()) -> Iterator[ConfigProblem]:
-    """Every broken rule whose options are known and not below a path of ``skip_paths``."""
-    skipped = tuple(skip_paths)
+def find_rule_violations(config: Section, skipped: tuple[str, ...] = ()) -> Iterator[ConfigProblem]:
+    """Every broken rule whose options are known and not below a path of ``skipped``."""
     for rule in RULES:
         values = [get_by_path(config, path) for path in rule.paths]
         if any(value is None or value == AUTO for value in values) or _overlaps(rule.paths, skipped):
@@ -194,9 +165,8 @@ def _find_curriculum_problems(config: Section, skipped: tuple[str, ...]) -> Iter
             yield ConfigProblem(f"{path}.random_ltd_layer_num", ltd.random_ltd_layer_num, expected)
 
 
-def find_unsupported(config: Section, skip_paths: Iterable[str] = ()) -> Iterator[ConfigProblem]:
+def find_unsupported(config: Section, skipped: tuple[str, ...] = ()) -> Iterator[ConfigProblem]:
     """One problem for each switch that is on of what is not built."""
-    skipped = tuple(skip_paths)
     for path, (hint, is_on, status) in unsupported_options(type(config)).items():
         value = get_by_path(config, path)
         if value is None or (isinstance(value, str) and value == AUTO) or _overlaps((path,), skipped):

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from thalweg.config.errors import to_json_snippet
 from thalweg.config.schema.base import Section, list_options, literal_choices, union_members
-from thalweg.config.schema.optimizer import OPTIMIZERS
-from thalweg.config.schema.scheduler import SCHEDULES
+from thalweg.config.schema.optimizer import PARAMS_SCHEMAS
 
 _CUTOFF = 0.6
 _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Any: "any value"}
@@ -87,7 +86,7 @@ def paths_by_key(root: type[Section]) -> dict[str, tuple[str, ...]]:
     """For each key, the dotted paths at which it is known."""
     result: dict[str, list[str]] = {}
     paths = [path for path, _ in list_options(root)]
-    for block, table in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULES)):
+    for block, table in PARAMS_SCHEMAS.items():
         keys = dict.fromkeys(key for model in table.values() for key in model.model_fields)
         paths += [f"{block}.params.{key}" for key in keys]
     for path in paths:

@@ -31,7 +31,7 @@ class Curriculum:
     def __init__(
         self, metrics: Mapping[str, CurriculumMetric], num_samples: int, global_batch_size: int, seed: int
     ) -> None:
-        self._num_samples, self._global_batch_size, self._seed = num_samples, global_batch_size, seed
+        self._global_batch_size, self._seed = global_batch_size, seed
         self._metrics = dict(metrics)
         self.schedules = {name: CurriculumScheduler(metric) for name, metric in metrics.items()}
         self._indexes = {name: _open_index(name, metric, num_samples) for name, metric in metrics.items()}
@@ -68,9 +68,7 @@ class Curriculum:
             chosen = [self._easy_enough(name, difficulty) for name, difficulty in difficulties.items()]
             pool = chosen[0]
             for other in chosen[1:]:
-                is_in_both = np.zeros(self._num_samples, dtype=bool)
-                is_in_both[other] = True
-                pool = pool[is_in_both[pool]]
+                pool = pool[np.isin(pool, other)]
             if not len(pool):
                 raise ValueError(
                     f"no sample is as easy as {difficulties} asks at step {step}: raise the curriculum's min_difficulty"

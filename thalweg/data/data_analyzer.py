@@ -149,13 +149,9 @@ class DataAnalyzer:
         # Forked: metrics are any functions; what Python 3.14 starts by default takes those alone that it can import.
         context = "fork" if processes and sys.platform == "linux" else None
         # So torch's own loader is the pool of processes.
-        for _ in DataLoader(
-            missing,
-            batch_size=None,
-            collate_fn=self._compute_part,  # type: ignore[arg-type]
-            num_workers=processes,
-            multiprocessing_context=context,
-        ):
+        compute: Any = self._compute_part
+        workers: dict[str, Any] = {"num_workers": processes, "multiprocessing_context": context}
+        for _ in DataLoader(missing, batch_size=None, collate_fn=compute, **workers):
             pass
 
     def run_reduce(self) -> None:

@@ -41,14 +41,8 @@ def take_batch_size(config: Config, data: Any) -> Config:
     """The config with a DataLoader's batch size as its micro-batch, where it names none and that leaves a choice."""
     if not isinstance(data, DataLoader) or data.batch_size is None:
         return config
-    micro, whole, steps = (
-        value in (None, AUTO)
-        for value in (
-            config.train_micro_batch_size_per_gpu,
-            config.train_batch_size,
-            config.gradient_accumulation_steps,
-        )
-    )
+    sizes = (config.train_micro_batch_size_per_gpu, config.train_batch_size, config.gradient_accumulation_steps)
+    micro, whole, steps = (size in (None, AUTO) for size in sizes)
     if not (micro and (whole or steps)):
         return config
     return replace_by_path(config, {"train_micro_batch_size_per_gpu": data.batch_size})  # type: ignore[return-value]

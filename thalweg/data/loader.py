@@ -189,9 +189,6 @@ class _RankBatchSampler:
             loader._pending_slices.append(batch_slice)
             yield batch_slice.ids
 
-    def __len__(self) -> int:
-        return len(self._loader.epoch_sampler)
-
 
 def is_iterable_dataset(dataset: Any) -> bool:
     """Whether ``dataset`` can only be read from start to end."""

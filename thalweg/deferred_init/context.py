@@ -22,7 +22,6 @@ initialisation that its modules bring along.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -93,14 +92,12 @@ class Init:
                 torch.set_default_dtype(self.dtype)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self.enabled:
             recorder, dtype = self._entered.pop()
             torch.set_default_dtype(dtype)
             if recorder is not None:
-                recorder.__exit__(kind, error, trace)
+                recorder.__exit__(*error)
 
 
 def has_meta_tensors(module: nn.Module) -> bool:

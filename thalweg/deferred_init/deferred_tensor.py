@@ -36,7 +36,7 @@ from thalweg.deferred_init.op_graph import (
     is_meta,
     make_view_ref,
 )
-from thalweg.deferred_init.pytree import CallSpec, flatten, flatten_call, get_leaves, unflatten, unflatten_call
+from thalweg.deferred_init.pytree import CallSpec, flatten, flatten_call, unflatten, unflatten_call
 from thalweg.deferred_init.replay import compute_values, pause_recording_no_grad, thread_state
 from thalweg.deferred_init.tensor_swap import swap_tensors
 
@@ -125,16 +125,13 @@ class DeferredTensor(torch.Tensor):
         if id(self) not in memo:
             with torch.no_grad():
                 copied = self.detach().clone(memory_format=torch.preserve_format)
-            if isinstance(self, nn.Parameter):
-                copied = nn.Parameter(copied, self.requires_grad)
+            copied = _of_its_kind(copied, self)
             vars(copied).update(vars(self))
             memo[id(self)] = copied
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        value = materialize_tensor(self)
-        materialized = nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value
-        return materialized.__reduce_ex__(protocol)
+        return _of_its_kind(materialize_tensor(self), self).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         kind = "Parameter" if isinstance(self, nn.Parameter) else "tensor"
@@ -177,7 +174,7 @@ def materialize_tensor(tensor: Tensor) -> Tensor:
 
 def deferred_like(tensor: Tensor) -> Tensor:
     """Return a new pending tensor of the layout of ``tensor`` (zeros until something is written)."""
-    return _as_deferred(_meta_like(tensor))
+    return torch.Tensor._make_subclass(DeferredTensor, _meta_like(tensor))
 
 
 def defer_parameter(param: Tensor, storages: dict[int, torch.UntypedStorage]) -> None:
@@ -193,7 +190,7 @@ def defer_parameter(param: Tensor, storages: dict[int, torch.UntypedStorage]) ->
         storage_record.last_write = RecordedOp(None, [real], None, writes=[storage_record])
     meta = torch.empty(0, dtype=param.dtype, device=META)
     meta.set_(storages[real._cdata], param.storage_offset(), param.size(), param.stride())
-    swap_tensors(param, torch.Tensor._make_subclass(DeferredParameter, meta, param.requires_grad))
+    _become_deferred(param, meta)
 
 
 def set_data(tensor: Tensor, value: Tensor) -> None:
@@ -201,32 +198,34 @@ def set_data(tensor: Tensor, value: Tensor) -> None:
     if is_deferred(tensor) == is_deferred(value):
         torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
     elif is_deferred(value):
-        kind = DeferredParameter if isinstance(tensor, nn.Parameter) else DeferredTensor
-        swap_tensors(tensor, torch.Tensor._make_subclass(kind, _make_meta_alias(value), tensor.requires_grad))
+        _become_deferred(tensor, _make_meta_alias(value))
     else:
-        materialized = nn.Parameter(value.detach(), tensor.requires_grad)
-        swap_tensors(tensor, materialized if isinstance(tensor, nn.Parameter) else value.detach())
+        swap_tensors(tensor, _of_its_kind(value.detach(), tensor))
 
 
 def defer_meta_tensor(tensor: Tensor) -> None:
     """Make an ordinary meta tensor pending, its value zeros so far; the object stays the same."""
+    _become_deferred(tensor, tensor.detach())
+
+
+def _become_deferred(tensor: Tensor, meta: Tensor) -> None:
     kind = DeferredParameter if isinstance(tensor, nn.Parameter) else DeferredTensor
-    swap_tensors(tensor, torch.Tensor._make_subclass(kind, tensor.detach(), tensor.requires_grad))
+    swap_tensors(tensor, torch.Tensor._make_subclass(kind, meta, tensor.requires_grad))
+
+
+def _of_its_kind(value: Tensor, tensor: Tensor) -> Tensor:
+    """``value``, as a parameter where ``tensor`` is one."""
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
 def drop_record(tensor: Tensor) -> None:
     """Make a pending tensor an ordinary meta tensor that remembers nothing; the object stays the same."""
-    meta = _meta_like(tensor)
-    swap_tensors(tensor, nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta)
+    swap_tensors(tensor, _of_its_kind(_meta_like(tensor), tensor))
     vars(tensor).pop("_is_param", None)
 
 
 def _meta_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tuple(tensor.size()), tuple(tensor.stride()), dtype=tensor.dtype, device=META)
-
-
-def _as_deferred(tensor: Tensor) -> Tensor:
-    return torch.Tensor._make_subclass(DeferredTensor, tensor)
 
 
 def _make_meta_alias(tensor: Tensor) -> Tensor:
@@ -257,7 +256,7 @@ def dispatch_deferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     rng_state = get_call_rng_state(call.leaves) if traits.is_random else None
     try:
         result = call.run(lambda tensor: _make_meta_alias(tensor) if is_deferred(tensor) else _meta_like(tensor))
-        is_shape_known = all(isinstance(leaf, Tensor | None) for leaf in get_leaves(result))
+        is_shape_known = all(isinstance(leaf, Tensor | None) for leaf in flatten(result)[0])
     except (NotImplementedError, RuntimeError, TypeError, ValueError):
         # No meta kernel, a shape that depends on values, or a mistake of the user: the real
         # values decide, and a mistake raises again.
@@ -279,7 +278,7 @@ class _OpCall:
         self.leaves, self.spec = flatten_call(args, kwargs)
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         written_values = [value for key, value in [*enumerate(args), *kwargs.items()] if key in traits.written_args]
-        self.written: list[Tensor] = [leaf for leaf in get_leaves(written_values) if isinstance(leaf, Tensor)]
+        self.written: list[Tensor] = [leaf for leaf in flatten(written_values)[0] if isinstance(leaf, Tensor)]
         self.original_by_id: dict[int, Any] = {}  # id of what stood in for a tensor -> the tensor
 
     def validate(self) -> None:
@@ -314,8 +313,7 @@ class _OpCall:
             return value.clone() if id(tensor) in written_ids and value is not tensor else value
 
         result = self.run(convert, **device_kwargs)
-        leaves: list[Any] = []
-        spec = flatten(result, leaves)
+        leaves, spec = flatten(result)
         shared_storages = {value.untyped_storage()._cdata for value in values.values()}
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and id(leaf) in self.original_by_id:
@@ -346,8 +344,7 @@ class _OpCall:
     def record(self, result: Any, rng_state: Tensor | None) -> Any:
         """Write the call down; return its result with pending tensors in the place of meta ones."""
         viewed_storages = {tensor.untyped_storage()._cdata for tensor in self.tensors if is_deferred(tensor)}
-        leaves: list[Any] = []
-        spec = flatten(result, leaves)
+        leaves, spec = flatten(result)
         new_tensors = {}
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor) or isinstance(leaf, DeferredTensor):
@@ -355,7 +352,7 @@ class _OpCall:
             if id(leaf) in self.original_by_id:
                 leaves[position] = self.original_by_id[id(leaf)]
                 continue
-            leaves[position] = _as_deferred(leaf if is_meta(leaf) else _meta_like(leaf))
+            leaves[position] = torch.Tensor._make_subclass(DeferredTensor, leaf if is_meta(leaf) else _meta_like(leaf))
             if leaf.untyped_storage()._cdata not in viewed_storages:
                 new_tensors[position] = leaves[position]
         if self.written or (new_tensors and not returns_uninitialized(self.func)):

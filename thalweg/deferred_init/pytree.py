@@ -11,10 +11,15 @@ TreeSpec = tuple[Any, list[Any]] | None
 CallSpec = tuple[list[TreeSpec], dict[str, TreeSpec]]
 
 
-def flatten(value: Any, leaves: list[Any]) -> TreeSpec:
-    """Append the leaves of ``value`` to ``leaves``; a sequence without tensors is one leaf."""
+def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
+    """The leaves of ``value``, and how to put them back; a sequence without tensors is one leaf."""
+    leaves: list[Any] = []
+    return leaves, _append_leaves(value, leaves)
+
+
+def _append_leaves(value: Any, leaves: list[Any]) -> TreeSpec:
     if type(value) in (tuple, list) and any(isinstance(x, Tensor | tuple | list) for x in value):
-        return type(value), [flatten(x, leaves) for x in value]
+        return type(value), [_append_leaves(x, leaves) for x in value]
     leaves.append(value)
     return None
 
@@ -27,7 +32,7 @@ def unflatten(spec: TreeSpec, leaves: Any) -> Any:
 def flatten_call(args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], CallSpec]:
     """Return the leaves of the arguments of a call, and how to put them back."""
     leaves: list[Any] = []
-    spec = [flatten(value, leaves) for value in args], {k: flatten(v, leaves) for k, v in kwargs.items()}
+    spec = [_append_leaves(v, leaves) for v in args], {k: _append_leaves(v, leaves) for k, v in kwargs.items()}
     return leaves, spec
 
 
@@ -37,10 +42,3 @@ def unflatten_call(spec: CallSpec, leaves: list[Any]) -> tuple[list[Any], dict[s
     return [unflatten(part, leaf_iterator) for part in spec[0]], {
         k: unflatten(part, leaf_iterator) for k, part in spec[1].items()
     }
-
-
-def get_leaves(value: Any) -> list[Any]:
-    """Return the leaves of ``value``."""
-    leaves: list[Any] = []
-    flatten(value, leaves)
-    return leaves

@@ -127,8 +127,7 @@ class RecordMode(TorchDispatchMode):
             kwargs = {**kwargs, "device": CPU}  # x.to(pending) must not lose the value of x
         rng_state = get_call_rng_state(inputs) if traits.is_random else None
         result = func(*args, **kwargs)
-        leaves: list[Any] = []
-        spec = flatten(result, leaves)
+        leaves, spec = flatten(result)
         known_storages = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
         is_lifted = func is torch.ops.aten.lift_fresh.default  # what it returns is new, though it has the storage
         self._track_new_storages(leaves, set() if is_lifted else known_storages)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from thalweg.deferred_init.op_graph import RecordedOp, StorageRecord, ViewRef, get_op_traits
-from thalweg.deferred_init.pytree import get_leaves, unflatten_call
+from thalweg.deferred_init.pytree import flatten, unflatten_call
 
 
 class _ThreadState(threading.local):
@@ -63,9 +63,7 @@ def compute_values(refs: Sequence[ViewRef]) -> list[Tensor]:
     Inside a context the result is remembered until the next call, so that a loop that looks
     at a tensor again and again (rejection sampling) does not begin anew each time.
     """
-    cached = (
-        dict(thread_state.cached_storages) if thread_state.num_open_contexts and thread_state.cached_storages else {}
-    )
+    cached = dict(thread_state.cached_storages or {}) if thread_state.num_open_contexts else {}
     ops = _collect_ops(refs, cached)
     while stale := _find_overwritten(ops, cached):
         for cell in stale:
@@ -170,9 +168,8 @@ class _Executor:
                 emit(index, self.get_tensor(ref))
                 touched.append(ref.storage_record)
             for cell in touched:
-                if last_use.get(cell) in (op, None) and (
-                    self.retained is None or not (cell in self.retained or cell.is_alive)
-                ):
+                is_kept = self.retained is not None and (cell in self.retained or cell.is_alive)
+                if last_use.get(cell) in (op, None) and not is_kept:
                     self.storages.pop(cell, None)
 
     def get_tensor(self, ref: ViewRef) -> Tensor:
@@ -208,7 +205,7 @@ class _Executor:
         leaves = [self.get_tensor(leaf) if isinstance(leaf, ViewRef) else leaf for leaf in op.leaves]
         assert op.spec is not None
         args, kwargs = unflatten_call(op.spec, _restore_rng_state(op, leaves))
-        results = get_leaves(op.func(*args, **kwargs))
+        results, _ = flatten(op.func(*args, **kwargs))
         for position, ref in op.outputs.items():
             self._set_storage(ref, results[position])
         for cell in op.writes:
@@ -217,16 +214,12 @@ class _Executor:
     def _set_storage(self, ref: ViewRef, result: Tensor) -> None:
         """Make ``result`` the content of a new storage, laid out as it was recorded."""
         same_layout = tuple(result.stride()) == ref.stride and result.storage_offset() == ref.offset
+        same_numbers = result.dtype == ref.dtype and not result.is_conj()
         storage = result.untyped_storage()
-        if (
-            same_layout
-            and result.dtype == ref.dtype
-            and storage.nbytes() >= ref.storage_record.nbytes
-            and not result.is_conj()
-        ):
+        if same_layout and same_numbers and storage.nbytes() >= ref.storage_record.nbytes:
             self.storages[ref.storage_record] = storage
-            return
-        self.get_tensor(ref).copy_(result)
+        else:
+            self.get_tensor(ref).copy_(result)
 
 
 def _restore_rng_state(op: RecordedOp, leaves: list[Any]) -> list[Any]:

@@ -65,9 +65,7 @@ def record_module_init(module: nn.Module, meta_tensors: dict[str, Tensor]) -> No
     finally:
         for tied_locations in ties.values():
             _tie(tied_locations)
-    missing = {
-        name for name, tensor in meta_tensors.items() if make_view_ref(tensor).version is None and tensor.numel()
-    }
+    missing = {name for name, t in meta_tensors.items() if make_view_ref(t).version is None and t.numel()}
     if missing:
         for tensor in meta_tensors.values():
             drop_record(tensor)

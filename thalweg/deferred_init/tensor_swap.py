@@ -16,16 +16,16 @@ from torch.distributed.tensor import DTensor
 _DTENSOR_SLOTS: tuple[str, ...] = tuple(DTensor.__slots__)
 
 
-def deepcopy_plain(param: Tensor, memo: dict[int, Any]) -> nn.Parameter:
+def deepcopy_plain(self: Tensor, memo: dict[int, Any]) -> nn.Parameter:
     """The ``__deepcopy__`` of parameters that training shows: a plain one, which knows nothing of training."""
-    if id(param) not in memo:
-        memo[id(param)] = nn.Parameter(param.detach().clone(), param.requires_grad)
-    return memo[id(param)]
+    if id(self) not in memo:
+        memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+    return memo[id(self)]
 
 
-def reduce_plain(param: Tensor, protocol: Any) -> Any:
+def reduce_plain(self: Tensor, proto: Any) -> Any:
     """Their ``__reduce_ex__``: the pickle of a plain one."""
-    return nn.Parameter(param.detach(), param.requires_grad).__reduce_ex__(protocol)
+    return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(proto)
 
 
 class FullParameter(torch.Tensor):
@@ -38,11 +38,7 @@ class FullParameter(torch.Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return "Parameter containing:\n" + repr(self.detach())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return deepcopy_plain(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduce_plain(self, protocol)
+    __deepcopy__, __reduce_ex__ = deepcopy_plain, reduce_plain
 
 
 def swap_tensors(a: Tensor, b: Tensor) -> None:

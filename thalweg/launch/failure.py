@@ -62,13 +62,11 @@ class Failure:
     @property
     def is_peer_loss(self) -> bool:
         """Whether the exception is about another rank that went away."""
-        return self.record is not None and (
-            str(self.record["type"]).startswith("torch.distributed")
-            or (
-                str(self.record["type"]) in ("builtins.RuntimeError", "builtins.ConnectionResetError")
-                and _PEER_LOSS.search(str(self.record["summary"])) is not None
-            )
-        )
+        if self.record is None:
+            return False
+        kind, names_peer = str(self.record["type"]), _PEER_LOSS.search(str(self.record["summary"])) is not None
+        is_plain_error = kind in ("builtins.RuntimeError", "builtins.ConnectionResetError")
+        return kind.startswith("torch.distributed") or (is_plain_error and names_peer)
 
     @property
     def exit_code(self) -> int:

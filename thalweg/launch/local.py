@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from thalweg.launch.failure import JobResult, announce_restart, collect_failures, format_report
 from thalweg.launch.network import interface_for
 from thalweg.launch.spec import LocalJob
+from thalweg.utils.processes import is_process_alive
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -182,7 +183,7 @@ def _build_agent(job: LocalJob, rendezvous: RendezvousHandler, folder: Path) -> 
 def _kill_sessions(session_ids: set[int]) -> None:
     """SIGKILL what the ranks started and left: each rank leads a session of its own."""
     for _ in range(10):  # a process may fork while it is being ended
-        members = [pid for pid, session in _list_sessions() if session in session_ids]
+        members = list(_list_members(session_ids))
         for pid in members:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -191,24 +192,21 @@ def _kill_sessions(session_ids: set[int]) -> None:
         time.sleep(0.02)
 
 
-def _list_sessions() -> list[tuple[int, int]]:
-    """(pid, session) of each live process of the machine, by /proc; empty where there is none."""
-    sessions = []
+def _list_members(session_ids: set[int]) -> Iterator[int]:
+    """The live processes of these sessions, by /proc; none where there is none."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
             state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
-            if state != "Z":
-                sessions.append((int(path.parent.name), int(session)))
-    return sessions
+            if state != "Z" and int(session) in session_ids:
+                yield int(path.parent.name)
 
 
 def _remove_stale_dirs(parent: Path) -> None:
     """Remove the folders of this user's launchers that were killed: nobody else can."""
-    alive = {pid for pid, _ in _list_sessions()}
     for folder in parent.glob(f"{_DIR_PREFIX}*-*"):
         pid = folder.name.removeprefix(_DIR_PREFIX).partition("-")[0]
         with contextlib.suppress(OSError):
-            if alive and pid.isdecimal() and int(pid) not in alive and folder.lstat().st_uid == os.getuid():
+            if pid.isdecimal() and not is_process_alive(int(pid)) and folder.lstat().st_uid == os.getuid():
                 shutil.rmtree(folder)
 
 

@@ -52,7 +52,6 @@ from thalweg.utils.rendezvous import (
     bind_listener,
     connect_store,
     exchange_cards,
-    list_missing,
     serve_store,
 )
 from thalweg.utils.timing import wait_until
@@ -175,12 +174,12 @@ def join_nodes(node: NodeSpec, card: Card, restart: int = 0, store: Store | None
             "listens: check --master-addr and --master-port, and that a firewall lets it through"
         ) from error
 
-    def notify(cards: list[Card]) -> None:
-        sys.stderr.write(f"thalweg run: waiting for --node-rank {list_missing(cards, node.num_nodes)}\n")
+    def notify(missing: str) -> None:
+        sys.stderr.write(f"thalweg run: waiting for --node-rank {missing}\n")
 
-    def describe_missing(cards: list[Card]) -> str:
+    def describe_missing(missing: str, cards: list[Card]) -> str:
         return (
-            f"--node-rank {list_missing(cards, node.num_nodes)} did not come within {node.join_timeout:.0f} s: start "
+            f"--node-rank {missing} did not come within {node.join_timeout:.0f} s: start "
             f"`thalweg run` there too, with --master-addr {node.addr} --master-port {node.port}"
         )
 
@@ -202,7 +201,7 @@ def join_nodes(node: NodeSpec, card: Card, restart: int = 0, store: Store | None
             "all hosts had come: see what that host says"
         ) from error
     nodes = NodeRendezvous(node, sorted(cards, key=lambda one: one["index"]), store, restart)
-    nodes.start_heartbeats()
+    nodes._heart.start()
     return nodes
 
 
@@ -249,11 +248,8 @@ class NodeRendezvous(StaticTCPRendezvous):
         self._store = PrefixStore(f"{_START}/{self.restart}", store)
         return super().next_rendezvous()
 
-    def start_heartbeats(self) -> None:
-        """Show the others that this host lives, until :meth:`shutdown`."""
-        self._heart.start()
-
     def _send_heartbeats(self) -> None:
+        """Show the others that this host lives, until :meth:`shutdown`."""
         with contextlib.suppress(RuntimeError):  # the line is lost for good: our own beats no longer change
             while True:
                 self._control_store.add(f"beats/{self._node.node_rank}", 1)

@@ -129,20 +129,16 @@ class StepProfile:
     """Prints the profile of a forward pass, the first after ``options.profile_step`` steps of this run."""
 
     def __init__(self, model: nn.Module, options: Any) -> None:
-        self._profiler, self._options, self._steps_left = FlopsProfiler(model), options, options.profile_step
+        self._profiler, self._options, self._steps_left = FlopsProfiler(model), options, options.profile_step + 1
         self._hooks: list[Any] = []
-        if self._steps_left == 0:
-            self._watch()
+        self.count_step()
 
-    def count_step(self, result: Any) -> None:
-        """A step is over."""
+    def count_step(self, result: Any = None) -> None:
+        """A step is over; the run itself begins with one."""
         self._steps_left -= 1
         if self._steps_left == 0:
-            self._watch()
-
-    def _watch(self) -> None:
-        model = self._profiler.model
-        self._hooks = [model.register_forward_pre_hook(self._begin), model.register_forward_hook(self._end)]
+            model = self._profiler.model
+            self._hooks = [model.register_forward_pre_hook(self._begin), model.register_forward_hook(self._end)]
 
     def _begin(self, model: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled():  # an evaluation is not a step

@@ -26,13 +26,7 @@ _WRITERS: dict[str, Callable[[Any], Writer]] = {
     "jsonl_monitor": lambda section: JsonlWriter(_job_folder(section, "jsonl_logs") / "metrics.jsonl"),
     "tensorboard": lambda section: TensorBoardWriter(_job_folder(section, "runs")),
     "wandb": lambda section: WandbWriter(project=section.project, group=section.group, team=section.team),
-    "comet": lambda section: CometWriter(
-        section.experiment_name,
-        **{
-            key: getattr(section, key)
-            for key in ("api_key", "workspace", "project", "experiment_key", "mode", "online")
-        },
-    ),
+    "comet": CometWriter,
 }
 
 # key of the section -> the package it needs and what to install

@@ -101,7 +101,3 @@ class StepMeter:
         self.recorder.step(record)
         self._reset()
         return record
-
-    def close(self) -> None:
-        """Close the writers."""
-        self.recorder.close()

@@ -21,6 +21,7 @@ from typing import Any
 from thalweg.observe.step_record import COLUMNS, StepRecord, to_json_scalar
 
 _METRIC_COLUMNS = ("step", "name", "value")
+_COMET_OPTIONS = ("api_key", "workspace", "project", "experiment_key", "mode", "online")
 
 
 def open_for_append(path: Path) -> TextIOWrapper:
@@ -175,14 +176,15 @@ class WandbWriter:
 
 
 class CometWriter:
-    """The same names, sent to a Comet experiment; ``options`` go to ``comet_ml.start``."""
+    """The same names, sent to a Comet experiment; most of the section goes to ``comet_ml.start``."""
 
-    def __init__(self, experiment_name: str | None, **options: Any) -> None:
+    def __init__(self, section: Any) -> None:
         import comet_ml  # pyright: ignore[reportMissingImports]
 
-        self._experiment = comet_ml.start(**{key: value for key, value in options.items() if value is not None})
-        if experiment_name is not None:
-            self._experiment.set_name(experiment_name)
+        options = {key: value for key in _COMET_OPTIONS if (value := getattr(section, key)) is not None}
+        self._experiment = comet_ml.start(**options)
+        if section.experiment_name is not None:
+            self._experiment.set_name(section.experiment_name)
 
     def step(self, record: StepRecord) -> None:
         self._experiment.log_metrics(_to_scalars(record), step=record.step)

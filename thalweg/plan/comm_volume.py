@@ -176,19 +176,15 @@ def _link_bytes(collective: _Collective, run_spec: RunSpec) -> tuple[int, int]:
     """Bytes that one call sends to ranks of this host, and to others."""
     num_nodes, ranks_per_node = run_spec.shard_topology.num_nodes, run_spec.shard_topology.ranks_per_node
     world, factor = num_nodes * ranks_per_node, RING_FACTOR[collective.kind]
+    intra = factor * (ranks_per_node - 1) * collective.intra_row_bytes  # a row of each peer in this host
     if num_nodes == 1 or collective.intra_node_only:
-        num_rows = world // ranks_per_node if collective.intra_node_only else 1
-        return factor * (ranks_per_node - 1) * collective.intra_row_bytes * num_rows, 0
+        return intra * num_nodes, 0
     in_codes = collective.kind == "reduce_scatter" and run_spec.zero.zero_quantized_gradients
     is_hierarchical = run_spec.is_hierarchical or in_codes
     if is_hierarchical or run_spec.zero.mics_hierarchical_params_gather:
-        return factor * (ranks_per_node - 1) * num_nodes * collective.intra_row_bytes, factor * (
-            num_nodes - 1
-        ) * collective.inter_row_bytes
+        return intra * num_nodes, factor * (num_nodes - 1) * collective.inter_row_bytes
     if run_spec.on_cpu:  # all to all, straight to each peer
-        return factor * (ranks_per_node - 1) * collective.intra_row_bytes, factor * (
-            world - ranks_per_node
-        ) * collective.inter_row_bytes
+        return intra, factor * (world - ranks_per_node) * collective.inter_row_bytes
     # A ring, or NCCL's rings: each node's outflow is one buffer, shared by the node's devices.
     total = factor * (world - 1) * collective.inter_row_bytes
     return total * (ranks_per_node - 1) // ranks_per_node, total // ranks_per_node

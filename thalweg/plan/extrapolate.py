@@ -36,11 +36,8 @@ def find_repeated_blocks(model: nn.Module) -> dict[str, nn.ModuleList]:
     in all; none where one lies in another."""
     block_lists = {}
     for name, module in model.named_modules():
-        if (
-            isinstance(module, nn.ModuleList)
-            and len(module) > _LONGER_DEPTH
-            and len({_block_signature(m) for m in module}) <= 2
-        ):
+        is_stack = isinstance(module, nn.ModuleList) and len(module) > _LONGER_DEPTH
+        if is_stack and len({_block_signature(m) for m in module.children()}) <= 2:
             block_lists[name] = module
     has_nested = any(one.startswith(f"{other}.") for one in block_lists for other in block_lists)
     return {} if has_nested else block_lists

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
 from thalweg.observe.html import render_page
-from thalweg.plan.memory.rank_memory import MemoryBreakdown, MemorySample
+from thalweg.plan.memory.rank_memory import MemorySample
 from thalweg.plan.result import LABELS, Plan, format_verdict
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 960, 360, 80, 30
@@ -18,12 +18,12 @@ _MAX_SAMPLES = 600
 
 def plan_to_html(plan: Plan) -> str:
     """The page."""
-    names = [item.name for item in fields(MemoryBreakdown)]
+    parts = asdict(plan.per_rank).items()
     return render_page(
         "plan.html",
         plan=plan,
         verdict=format_verdict(plan),
-        parts=[(n, _COLOURS.get(n, "#ddd"), getattr(plan.per_rank, n), LABELS[n]["description"]) for n in names],
+        parts=[(name, _COLOURS.get(name, "#ddd"), value, LABELS[name]["description"]) for name, value in parts],
         chart=_timeline_chart(plan.timeline, plan.limit, plan.per_rank.process) if plan.timeline else None,
         sent=[*plan.traffic.items(), *plan.links.items()],
     )

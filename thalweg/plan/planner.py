@@ -75,9 +75,8 @@ class Planner:
             is_deferred = config.zero_optimization.offload_param.device == "nvme"
         run_spec = run_spec_from_config(config, self.cluster.topology, build_shard_options(model, config))
         unmodelled_keys = unmodelled_options(config)
-        if run_spec.tp_size > 1 and not supports_tp(
-            self.meta_model.copy_model(), run_spec.tp_size, run_spec.tp_partition
-        ):
+        tp_size, tp_partition = run_spec.tp_size, run_spec.tp_partition
+        if tp_size > 1 and not supports_tp(self.meta_model.copy_model(), tp_size, tp_partition):
             run_spec = replace(run_spec, tp_size=1)
             unmodelled_keys.append("tensor_parallel.autotp_size")
         input_spec = self._input_spec(model, run_spec)
@@ -183,8 +182,8 @@ class Planner:
 
     def _formula_bytes(self, run_spec: RunSpec, input_spec: InputSpec | None) -> dict[str, float]:
         facts = get_model_size(self.meta_model.model)
-        count = sum(parameter.numel() for parameter in self.meta_model.model.parameters())
-        formulas = {"zero_states": zero_state_bytes(count, run_spec.topology.world_size, run_spec.policy.stage)}
+        world_size, stage = run_spec.topology.world_size, run_spec.policy.stage
+        formulas = {"zero_states": zero_state_bytes(facts.num_parameters, world_size, stage)}
         if input_spec is not None and facts.hidden_size and facts.num_layers:
             tokens = input_spec.num_tokens
             formulas["activations"] = transformer_activation_bytes(facts.hidden_size, facts.num_layers, 1, tokens)

@@ -74,22 +74,22 @@ class Preflight:
         config = with_optimizer(config, optimizer)
         self._config, self._device = config, device
         self._topology = get_topology(mesh, device, get_tp_size(config))
-        self._resident_bytes = resident_bytes()
         # Where shards, gradients and optimizer state lie between two steps.
         on_host = shards_on_host(config.zero_optimization, device.type == "cpu")
         self._state_device = torch.device("cpu") if on_host else device
         groups = [mesh.size(), get_tp_size(config)]
         self._process_bytes = measure_process_bytes(model, self._state_device, groups)
         self._rank_process_bytes = measure_process_bytes(model, device, groups)
-        self._limit_bytes = find_memory_limit(config, self._state_device, self._num_local_ranks, self._resident_bytes)
+        limit_bytes = find_memory_limit(config, self._state_device, self._num_local_ranks, resident_bytes())
         self._meta_model: MetaModel | None = None
         self._state_bytes = 0
         unmodelled = unmodelled_options(config)
         if unmodelled and self.mode != "off":
             self.mode = "off"
             skip_memory_check(f"{', '.join(unmodelled)} is not modelled yet; watch the memory of the job")
-        if self.mode == "off" or self._limit_bytes is None:
+        if self.mode == "off" or limit_bytes is None:
             return
+        self._limit_bytes = limit_bytes
         self._state_bytes = self._compute_state_bytes(model)
         exceeds_limit = self._state_bytes > self._limit_bytes
         if mesh.size() > 1:
@@ -104,7 +104,7 @@ class Preflight:
 
     def check_first_batch(self, model: nn.Module) -> None:
         """Check once more when the first batch is there; call when the model is in its final form."""
-        if self.mode == "off" or self._limit_bytes is None or self._meta_model is None:
+        if self._meta_model is None:
             return
 
         def pre_forward_hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -117,16 +117,14 @@ class Preflight:
     def _check_batch(self, input_spec: InputSpec) -> None:
         """Refuse what the activations of this batch make too large.  Not collective: a rank that
         refuses closes its engine, and its peers notice."""
-        assert self._meta_model is not None and self._limit_bytes is not None
+        assert self._meta_model is not None
         facts = get_model_size(self._meta_model.model)
         if facts.hidden_size and facts.num_layers:
             vocab_size = getattr(getattr(self._meta_model.model, "config", None), "vocab_size", 0) or 0
             bytes_per_token = facts.hidden_size * facts.num_layers * _ACTIVATION_BYTES_BOUND + vocab_size * 40
             # Gradients, holes of the heap and what a first step brings are in the factor.
-            if (
-                2 * (self._state_bytes + self._num_local_ranks * input_spec.num_tokens * bytes_per_token)
-                < self._limit_bytes
-            ):
+            activations = self._num_local_ranks * input_spec.num_tokens * bytes_per_token
+            if 2 * (self._state_bytes + activations) < self._limit_bytes:
                 return
         plan = self._try_predict(input_spec)
         if plan is not None and plan.not_counted:  # a bound: no job is refused by it
@@ -152,32 +150,24 @@ class Preflight:
         topology = self._topology
         run_spec = run_spec_from_config(self._config, topology, build_shard_options(model, self._config))
         resident_specs = resident_params(build_param_specs(model, run_spec), model, run_spec)
-        state_itemsize = (
-            0 if run_spec.zero.offload_optimizer.device == "nvme" else _optimizer_bytes_per_element(run_spec)
-        )
+        state_itemsize = 0 if run_spec.optimizer_on_disk else _optimizer_bytes_per_element(run_spec)
         # A split layer's part is no larger than this; what stays whole is left out of the least.
         in_memory_specs = [spec for spec in resident_specs.values() if not run_spec.master_on_disk(spec)]
         shards_bytes = sum(shard_bytes(param_spec) for param_spec in in_memory_specs) // run_spec.tp_size
         updated_specs = (spec for spec in in_memory_specs if spec.requires_grad)
         updated = sum(spec.padded_numel // spec.num_shards for spec in updated_specs) // run_spec.tp_size
         unsharded_bytes = sum(param_spec.unsharded_bytes for param_spec in resident_specs.values())
-        grads_leave_early = (
-            run_spec.grads_on_disk or run_spec.updates_in_backward
-        )  # then gradients never are there all at once
-        grads = 0 if grads_leave_early else run_spec.precision.master_dtype.itemsize
+        grads = 0 if run_spec.grads_leave_early else run_spec.precision.master_dtype.itemsize
         bytes_per_rank = updated * (grads + state_itemsize) if run_spec.optimizer else 0
+        has_copy = run_spec.precision.compute_dtype != run_spec.precision.master_dtype
         if run_spec.storage_kind == "shared":
-            bytes_per_rank += 0 if run_spec.precision.compute_dtype == run_spec.precision.master_dtype else shards_bytes
+            bytes_per_rank += shards_bytes if has_copy else 0
             return self._num_local_ranks * (self._process_bytes + bytes_per_rank) + unsharded_bytes
-        has_compute_copy = (
-            run_spec.storage_kind == "private" and run_spec.precision.compute_dtype != run_spec.precision.master_dtype
-        )
-        copies = unsharded_bytes // run_spec.tp_size if has_compute_copy else 0
+        copies = unsharded_bytes // run_spec.tp_size if has_copy and run_spec.storage_kind == "private" else 0
         return self._num_local_ranks * (self._process_bytes + bytes_per_rank + shards_bytes + copies)
 
     def _needs_batch_check(self) -> bool:
         """Whether the activations could matter: with states of a sixteenth of the limit, or a limit given."""
-        assert self._limit_bytes is not None
         if self._state_device != self._device:  # the limit is of the host's memory, and activations are not there
             return False
         return self._state_bytes > self._limit_bytes // 16 or self._config.memory.host_limit is not None
@@ -210,7 +200,6 @@ class Preflight:
 
     def _explain_rejection(self, plan: Plan | None, input_spec: InputSpec | None) -> str:
         """What is needed, what there is, and what would fit."""
-        assert self._limit_bytes is not None
         subject = f"the {self._num_local_ranks} ranks of this host" if self._num_local_ranks > 1 else "this rank"
         needed_bytes = self._state_bytes if plan is None else (plan.per_host or plan.per_rank.total)
         comparison = f"{format_bytes(needed_bytes)}, and there are {format_bytes(self._limit_bytes)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from thalweg.utils.formatting import format_bytes, format_seconds
 
 with Path(__file__).with_name("spec").joinpath("labels.csv").open(encoding="utf-8", newline="") as _file:
     LABELS = {row["label"]: row for row in csv.DictReader(_file)}  # what bytes are for, and their colours
+# Fields of a plan that its JSON has in another form, or not at all.
+_TOLD_OTHERWISE = ("host_limit", "links", "time_breakdown", "timeline", "config", "disk_limit", "ranks_per_node")
 
 
 @dataclass
@@ -97,27 +99,14 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, with the keys that `thalweg plan --json` prints."""
-        breakdown = {item.name: getattr(self.per_rank, item.name) for item in fields(MemoryBreakdown)}
+        told = {name: value for name, value in vars(self).items() if name not in _TOLD_OTHERWISE}
         return {
-            "model": self.model,
-            "num_parameters": self.num_parameters,
-            "world_size": self.world_size,
-            "per_rank": {**breakdown, "total": self.per_rank.total},
-            "limit": self.limit,
-            "per_host": {"total": self.per_host, "limit": self.host_limit},
+            **told,
             "fits": self.fits,
-            "tiers": self.tiers,
-            "not_counted": self.not_counted,
-            "assumptions": self.assumptions,
-            "warnings": self.warnings,
-            "published": self.published,
+            "per_rank": {**asdict(self.per_rank), "total": self.per_rank.total},
+            "per_host": {"total": self.per_host, "limit": self.host_limit},
             "traffic": {**self.traffic, "total": sum(self.traffic.values()), "links": self.links},
-            "step_seconds": self.step_seconds,
             "step_parts": self.time_breakdown,
-            "bottleneck": self.bottleneck,
-            "tokens_per_step": self.tokens_per_step,
-            "suggestion": self.suggestion,
-            "reasons": self.reasons,
         }
 
     def __str__(self) -> str:
@@ -150,11 +139,8 @@ class Plan:
 
 def format_byte_table(per_rank: MemoryBreakdown, limit: int | None = None, per_host: int = 0) -> str:
     """Bytes of one rank by what they are for."""
-    rows = []
-    for item in fields(MemoryBreakdown):
-        value = getattr(per_rank, item.name)
-        if value:
-            rows.append([item.name, format_bytes(value), LABELS[item.name]["description"]])
+    parts = asdict(per_rank).items()
+    rows = [[name, format_bytes(value), LABELS[name]["description"]] for name, value in parts if value]
     rows.append(["total", format_bytes(per_rank.total), "of one rank at its peak"])
     if limit is not None:
         rows.append(["limit", format_bytes(limit), "of one rank"])

@@ -93,13 +93,14 @@ def exchange_cards(
     num_cards: int,
     timeout: float,
     find_problem: Callable[[list[Card]], str | None],
-    describe_missing: Callable[[list[Card]], str],
-    on_wait: Callable[[list[Card]], None],
+    describe_missing: Callable[[str, list[Card]], str],
+    on_wait: Callable[[str], None],
 ) -> list[Card]:
     """Every process's card, in order of arrival; ``card["index"]`` 0 is the first process, which compares.
 
     ``find_problem`` is asked at each card that comes, with all cards so far.  ``on_wait`` is called once after
-    a while, and ``describe_missing`` after ``timeout`` seconds, with the cards that came.
+    a while, and ``describe_missing`` after ``timeout`` seconds, with the first few indices that did not come (and the
+    cards that did).
 
     Raises:
         ValueError: the cards contradict each other, or some never came; the same text everywhere.
@@ -121,9 +122,9 @@ def exchange_cards(
             if len(cards) >= num_cards:
                 return cards, ""
             if waited > timeout:
-                return cards, describe_missing(cards)
+                return cards, describe_missing(_list_missing(cards, num_cards), cards)
             if waited > 15 and not notified:
-                on_wait(cards)
+                on_wait(_list_missing(cards, num_cards))
                 notified = True
             time.sleep(0.02)
 
@@ -159,7 +160,7 @@ def _wait_for_key(store: Store, key: str, timeout: float) -> None:
                 raise
 
 
-def list_missing(cards: list[Card], num_cards: int) -> str:
+def _list_missing(cards: list[Card], num_cards: int) -> str:
     """The first few indices of which there is no card."""
     missing = sorted(set(range(num_cards)) - {card["index"] for card in cards})
     return ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
@@ -189,13 +190,10 @@ def rendezvous(info: RankInfo, addr: str, port: int, timeout: float, on_wait: Ca
         problem = find_mismatch(cards, names)
         return problem or (find_local_size_mismatch(cards, names) if len(cards) == info.world_size else None)
 
-    def notify(cards: list[Card]) -> None:
-        on_wait(f"waiting for rank {list_missing(cards, info.world_size)}")
-
-    def describe_missing(cards: list[Card]) -> str:
+    def describe_missing(missing: str, cards: list[Card]) -> str:
         hosts = ", ".join(sorted({card["host"] for card in cards}))
         return (
-            f"{names['world_size']}={info.world_size}, but {names['rank']} {list_missing(cards, info.world_size)} "
+            f"{names['world_size']}={info.world_size}, but {names['rank']} {missing} "
             f"did not come within {timeout:.0f} s (ranks came from {hosts}): start them, with MASTER_ADDR and "
             f"MASTER_PORT as here, or set {names['world_size']} to the number that there is"
         )
@@ -211,7 +209,7 @@ def rendezvous(info: RankInfo, addr: str, port: int, timeout: float, on_wait: Ca
             "local_world_size": info.local_world_size,
         }
         known = PrefixStore("cards", store), card, info.world_size, timeout
-        exchange_cards(*known, find_problem, describe_missing, notify)
+        exchange_cards(*known, find_problem, describe_missing, lambda missing: on_wait(f"waiting for rank {missing}"))
     except RuntimeError as error:
         raise ValueError(
             f"rank {info.rank} on {hostname}: {names['rank']}=0 exited during rendezvous; see its error"

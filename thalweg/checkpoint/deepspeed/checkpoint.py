@@ -35,9 +35,8 @@ class ForeignCheckpoint(Checkpoint):
     """A folder of DeepSpeed's; ``state`` is the tree that ``restore_module`` and ``TrainingState`` know."""
 
     def __init__(self, path: Path, folder: DeepSpeedFolder, io: FileSystem) -> None:
+        super().__init__(path, _make_manifest(path, folder), io)
         self._folder = folder
-        self._verified = False
-        self.path, self.manifest, self._io = path, _make_manifest(path, folder), io
 
     @classmethod
     def from_path(cls, path: Path, *, io: FileSystem | None = None) -> ForeignCheckpoint:

@@ -34,6 +34,7 @@ from thalweg.checkpoint.deepspeed.flat_tensors import (
     LogicalTensor,
     cut_concatenation,
     cut_parameter_shares,
+    whole_fragments,
 )
 from thalweg.checkpoint.deepspeed.torch_file import InertObject, TorchFile
 from thalweg.checkpoint.errors import CheckpointMismatchError, CorruptCheckpointError
@@ -85,19 +86,19 @@ class DeepSpeedFolder:
         self.canonical: dict[str, str] = {}
         self.expert_values: dict[str, torch.Tensor] = {}  # by DeepSpeed's names, with the experts' global numbers
         self.stacks: dict[str, dict[int, tuple[tuple[int, ...], list[Fragment]]]] = {}
-        self._refuse_tensor_parallelism()
-        parts = [self._read_part(mp_rank) for mp_rank in self._mp_ranks()]
+        mp_ranks = sorted({int(match.group(2)) for match in self._matches(_MODEL_FILE)})
+        self._refuse_tensor_parallelism(mp_ranks)
+        parts = [self._read_part(mp_rank) for mp_rank in mp_ranks]
         common = parts[0].model
         # The tensors of a pipeline's layers, under the names that a PipelineModule has for them.
         layers = {
             f"layers.{int(match.group(1))}.{key}": value
-            for name in self.names
-            if (match := _LAYER_FILE.fullmatch(name))
-            for key, value in self._load(name).items()
+            for match in self._matches(_LAYER_FILE)
+            for key, value in self._load(match.string).items()
         }
         self.canonical = self._name_layers(parts, layers) if layers else {}
-        for name in [name for name in self.names if _EXPERT_FILE.fullmatch(name)]:
-            self.expert_values |= self._load(name)
+        for match in self._matches(_EXPERT_FILE):
+            self.expert_values |= self._load(match.string)
         if other := next((name for name in self.expert_values if not _EXPERT_NAME.fullmatch(name)), None):
             raise CheckpointMismatchError(
                 f"{self.path} holds experts that AutoEP took out of a Hugging Face model ({other}): join them with "
@@ -142,11 +143,12 @@ class DeepSpeedFolder:
             raise CorruptCheckpointError(f"{self.path / name} holds a {type(tree).__name__} where a dict is expected")
         return tree
 
-    def _mp_ranks(self) -> list[int]:
-        return sorted({int(m.group(2)) for name in self.names if (m := _MODEL_FILE.fullmatch(name))})
+    def _matches(self, pattern: re.Pattern[str]) -> list[re.Match[str]]:
+        """The files whose names are of this form."""
+        return [match for name in self.names if (match := pattern.fullmatch(name))]
 
-    def _refuse_tensor_parallelism(self) -> None:
-        mp_ranks, layers = self._mp_ranks(), [m for name in self.names if (m := _LAYER_FILE.fullmatch(name))]
+    def _refuse_tensor_parallelism(self, mp_ranks: list[int]) -> None:
+        layers = self._matches(_LAYER_FILE)
         if not mp_ranks:
             raise CorruptCheckpointError(f"{self.path} has optimiser states of DeepSpeed's, but no *_model_states.pt")
         if (len(mp_ranks) > 1 and not layers) or any(int(m.group(2) or 0) for m in layers):
@@ -157,17 +159,16 @@ class DeepSpeedFolder:
             )
 
     def _read_part(self, mp_rank: int) -> _Part:
-        by_rank = {
-            pattern: {int(m.group(1) or 0): name for name in self.names
-                      if (m := pattern.fullmatch(name)) and int(m.group(2)) == mp_rank}
-            for pattern in (_MODEL_FILE, _OPTIM_FILE)
-        }  # fmt: skip
-        models = [self._load(name) for _, name in sorted(by_rank[_MODEL_FILE].items())]
-        optims = [self._load(name)["optimizer_state_dict"] for _, name in sorted(by_rank[_OPTIM_FILE].items())]
+        def load_by_rank(pattern: re.Pattern[str]) -> dict[int, dict[str, Any]]:
+            own = {int(m.group(1) or 0): m.string for m in self._matches(pattern) if int(m.group(2)) == mp_rank}
+            return {rank: self._load(name) for rank, name in sorted(own.items())}
+
+        models = list(load_by_rank(_MODEL_FILE).values())
+        by_rank = load_by_rank(_OPTIM_FILE)
+        ranks, optims = list(by_rank), [tree["optimizer_state_dict"] for tree in by_rank.values()]
         if optims:
             count = optims[0].get("partition_count")
             count = max(count, default=0) if isinstance(count, list) else count
-            ranks = sorted(by_rank[_OPTIM_FILE])
             if ranks != list(range(len(ranks))) or (count and count != len(ranks)):
                 raise CorruptCheckpointError(
                     f"{self.path} has optimiser states of the ranks {', '.join(map(str, ranks))}, but {count} ranks "
@@ -221,9 +222,7 @@ class DeepSpeedFolder:
         for name, fragments in (part.model.get("frozen_param_fragments") or {}).items():
             shape = tuple(part.model["frozen_param_shapes"][name])
             shares = [model["frozen_param_fragments"][name] for model in part.models]
-            cut = [Fragment(0, fragments.numel(), fragments)] if fragments.numel() else []
-            if is_stage3:
-                cut = next(cut_parameter_shares({name: shape}, shares))[2]
+            cut = next(cut_parameter_shares({name: shape}, shares))[2] if is_stage3 else whole_fragments(fragments)
             self._add(f"model/{self._place(name)[0]}", LogicalTensor.of(shape, cut, name))
         buffers = part.model.get("buffer_names")
         for name, value in module.items():
@@ -268,8 +267,7 @@ class DeepSpeedFolder:
                     cut = cut_parameter_shares if is_stage3 else cut_concatenation
                     for raw_name, shape, fragments in cut(members, parts):
                         name, row = self._place(raw_name, number * num_local)
-                        stored = f"model/{name}" if key == _MASTER else f"optim/{key}/{name}"
-                        self._add_row(stored, row, shape, fragments)
+                        self._add_row(_stored_name(key, name), row, shape, fragments)
             names = list(dict.fromkeys(self._place(name)[0] for name in members))
             if (step := teams[0][0].step) is not None:
                 for name in names:
@@ -329,11 +327,9 @@ class DeepSpeedFolder:
                     if key == "step":
                         steps.append(float(value))
                         continue
-                    stored = f"model/{name}" if key == _MASTER else f"optim/{key}/{name}"
                     if isinstance(value, torch.Tensor):
-                        numel = math.prod(shape)  # a stored one may be padded
-                        cut = [Fragment(0, numel, value)] if numel else []
-                        self._add(stored, LogicalTensor.of(shape, cut, stored))
+                        whole = whole_fragments(value, math.prod(shape))  # a stored one may be padded
+                        self._add_row(_stored_name(key, name), None, shape, whole)
                 if steps:
                     self._add_step(name, steps[-1])
             group = next((i for i, g in enumerate(param_groups) if index in g.get("params", ())), 0)
@@ -395,15 +391,15 @@ def _read_shares(optim: dict[str, Any], is_stage3: bool) -> list[_Share]:
         state = states[index] if index < len(states) else {}
         group = group_of[index] if index < len(group_of) else index
         hyper = groups[group] if group < len(groups) else {}
-        vectors = {_MASTER: master}
-        vectors |= {
-            str(key): value
-            for key, value in state.items()
-            if isinstance(value, torch.Tensor) and value.shape and value.numel() >= master.numel()
-        }
+        tensors = {str(key): value for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape}
+        vectors = {_MASTER: master} | {key: v for key, v in tensors.items() if v.numel() >= master.numel()}
         step = state.get("step", hyper.get("step", optim.get("base_optimizer_state_step")))
         shares.append(_Share(vectors, None if step is None else float(step), group, dict(hyper)))
     return shares
+
+
+def _stored_name(key: str, name: str) -> str:
+    return f"model/{name}" if key == _MASTER else f"optim/{key}/{name}"
 
 
 def _stage(part: _Part) -> int:

@@ -60,8 +60,13 @@ class LogicalTensor:
     @classmethod
     def whole(cls, stored: torch.Tensor) -> LogicalTensor:
         """One stored tensor."""
-        fragments = (Fragment(0, stored.numel(), stored),) if stored.numel() else ()
-        return cls(stored.dtype, tuple(stored.shape), fragments)
+        return cls(stored.dtype, tuple(stored.shape), tuple(whole_fragments(stored)))
+
+
+def whole_fragments(stored: torch.Tensor, numel: int | None = None) -> list[Fragment]:
+    """All of a stored tensor, or its first ``numel`` elements, as fragments of a logical one."""
+    numel = stored.numel() if numel is None else numel
+    return [Fragment(0, numel, stored)] if numel else []
 
 
 def flat_range_chunks(shape: Sequence[int], start: int, stop: int) -> Iterator[TensorChunk]:

@@ -56,13 +56,13 @@ _NUMPY_DTYPES = [
 
 
 class TorchFile:
-    """One file of ``torch.save``."""
+    """One file of ``torch.save``, of ``size`` bytes."""
 
     def __init__(self, io: FileSystem, path: Path) -> None:
-        self.io, self.path = io, path
+        self.path = path
         try:
             with zipfile.ZipFile(path) as archive:
-                infos = archive.infolist()
+                infos, self.size = archive.infolist(), io.size(path)
         except FileNotFoundError:
             raise CorruptCheckpointError(f"{path} is missing") from None
         except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
@@ -72,11 +72,6 @@ class TorchFile:
             ) from error
         if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
             raise CorruptCheckpointError(f"{path} is a zip file, but not one that torch.save has written")
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return self.io.size(self.path)
 
     def tree(self) -> Any:
         """What was saved; the values of its tensors come into memory page by page, where they are used.

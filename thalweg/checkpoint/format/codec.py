@@ -157,10 +157,9 @@ class _TreeEncoder:
 
     def _encode_container(self, value: Any, path: tuple[str, ...]) -> Any:
         kind = type(value)
-        if kind is list:
-            return [self.encode(item, (*path, str(i))) for i, item in enumerate(value)]
-        if kind is tuple:
-            return _make_tagged("tuple", [self.encode(item, (*path, str(i))) for i, item in enumerate(value)])
+        if kind in (list, tuple):
+            encoded = [self.encode(item, (*path, str(i))) for i, item in enumerate(value)]
+            return encoded if kind is list else _make_tagged("tuple", encoded)
         if kind in (set, frozenset):
             items = [self.encode(item, (*path, repr(item))) for item in value]
             return _make_tagged(kind.__name__, sorted(items, key=lambda item: json.dumps(item, sort_keys=True)))
@@ -184,14 +183,10 @@ class _TreeEncoder:
         return _make_tagged("dict", pairs)
 
     def _encode_numpy(self, value: Any, path: tuple[str, ...]) -> Any:
-        if (
-            not _SAFE_NUMPY_DTYPE.fullmatch(value.dtype.str)
-            or value.dtype.names
-            or type(value) not in (numpy.ndarray, value.dtype.type)
-        ):
-            self._fail(
-                path, f"is a numpy {type(value).__name__} of dtype {value.dtype}, which has no safe form on disk"
-            )
+        is_numpys_own = type(value) in (numpy.ndarray, value.dtype.type)
+        if not is_numpys_own or value.dtype.names or not _SAFE_NUMPY_DTYPE.fullmatch(value.dtype.str):
+            kind = f"a numpy {type(value).__name__} of dtype {value.dtype}"
+            self._fail(path, f"is {kind}, which has no safe form on disk")
         if isinstance(value, numpy.generic):
             return {**_make_tagged("numpy", _base64_encode(value.tobytes())), "dtype": value.dtype.str}
         copied = numpy.array(value, copy=True, order="C")
@@ -219,18 +214,13 @@ def _make_tagged(name: str, value: Any) -> dict[str, Any]:
 
 def _check_tensor(value: torch.Tensor, fail: Callable[..., Any], path: tuple[str, ...]) -> torch.Tensor:
     supported = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or isinstance(value, DTensor)
-    problem = (
-        f"a {type(value).__name__}, a tensor subclass"
-        if not supported
-        else "a meta tensor, which has no values"
-        if value.device.type == "meta"
-        else f"a {value.layout} tensor"
-        if value.layout != torch.strided
-        else f"a tensor of dtype {value.dtype}"
-        if value.dtype not in DTYPE_NAMES
-        else None
-    )
-    if problem:
+    problems = {
+        f"a {type(value).__name__}, a tensor subclass": not supported,
+        "a meta tensor, which has no values": value.device.type == "meta",
+        f"a {value.layout} tensor": value.layout != torch.strided,
+        f"a tensor of dtype {value.dtype}": value.dtype not in DTYPE_NAMES,
+    }
+    if problem := next((text for text, applies in problems.items() if applies), None):
         fail(path, f"is {problem}")
     return value.detach()
 

@@ -32,13 +32,13 @@ class DirectWriter:
 
     def __init__(self, io: FileSystem, path: Path, size: int) -> None:
         self._io, self._size = io, size
-        self._use_direct_io = size >= SMALL_FILE_BYTES
-        self._buffers = [memoryview(mmap.mmap(-1, BUFFER_BYTES)) for _ in range(2 if self._use_direct_io else 1)]
+        direct = size >= SMALL_FILE_BYTES
+        self._buffers = [memoryview(mmap.mmap(-1, BUFFER_BYTES)) for _ in range(2 if direct else 1)]
         self._num_buffered = 0  # bytes waiting in the first buffer
         self._num_written = 0  # bytes handed to the file
-        self._executor = ThreadPoolExecutor(1) if self._use_direct_io else None
+        self._executor = ThreadPoolExecutor(1) if direct else None
         self._pending: Future[None] | None = None
-        self._handle: int | None = io.open_write(path, direct=self._use_direct_io)
+        self._handle: int | None = io.open_write(path, direct=direct)
 
     def append(self, data: memoryview, update_hash: Callable[[memoryview], None]) -> None:
         """Add ``data`` to the file; ``update_hash`` (of a hash) sees each part while it is in the cache."""
@@ -54,7 +54,7 @@ class DirectWriter:
     def finish(self) -> None:
         """Write what is left and make the file durable."""
         assert self._handle is not None and self._num_written + self._num_buffered == self._size
-        padded = -(-self._num_buffered // ALIGNMENT) * ALIGNMENT if self._use_direct_io else self._num_buffered
+        padded = self._num_buffered if self._executor is None else -(-self._num_buffered // ALIGNMENT) * ALIGNMENT
         self._buffers[0][self._num_buffered : padded] = bytes(padded - self._num_buffered)
         if padded:
             self._write_buffer(padded)

@@ -97,7 +97,8 @@ def write_shard(
         writer.append(memoryview(header), lambda part: None)
         digests = {entry.key: _write_entry(writer, entry, next(values), release) for entry in entries}
         writer.finish()
-    return FileRecord(size=size, header_bytes=len(header), header_sha256=_sha256(header)), digests
+    header_sha256 = hashlib.sha256(header).hexdigest()
+    return FileRecord(size=size, header_bytes=len(header), header_sha256=header_sha256), digests
 
 
 def _write_entry(
@@ -112,11 +113,8 @@ def _write_entry(
     return digest.hexdigest()
 
 
-def _sha256(data: bytes | bytearray | memoryview) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
 _HeaderEntry = tuple[str, list[int], int, int]  # dtype, shape, start and stop among the data
+_NOT_THERE: _HeaderEntry = ("", [], 0, -1)
 
 
 class ShardReader:
@@ -168,18 +166,14 @@ class ShardReader:
 
     def _locate(self, name: str, chunk: ChunkRecord, dtype: str, handle: int) -> tuple[int, int]:
         """Where in the file a piece begins, and its bytes."""
-        entry = self._load_header(handle).get(chunk.key)
+        *form, start, stop = self._load_header(handle).get(chunk.key, _NOT_THERE)
         nbytes = math.prod(chunk.size) * DTYPES[dtype].itemsize
         data_bytes = self.record.size - self.record.header_bytes
-        if (
-            entry is None
-            or entry[:2] != safetensors_dtype_and_shape(dtype, chunk.size)
-            or not 0 <= entry[2] <= entry[3] <= data_bytes
-        ):
+        if form != [*safetensors_dtype_and_shape(dtype, chunk.size)] or not 0 <= start <= stop <= data_bytes:
             raise CorruptCheckpointError(f"{self.path}: its header does not hold tensor {name} as the manifest says")
-        if entry[3] - entry[2] != nbytes:
+        if stop - start != nbytes:
             raise CorruptCheckpointError(f"{self.path}: its header gives tensor {name} another number of bytes")
-        return self.record.header_bytes + entry[2], nbytes
+        return self.record.header_bytes + start, nbytes
 
     @contextmanager
     def _open_file(self) -> Iterator[int]:
@@ -200,9 +194,9 @@ class ShardReader:
     def _load_header(self, handle: int) -> dict[str, _HeaderEntry]:
         with self._lock:
             if self._entries is None:
-                header = bytearray(self.record.header_bytes)
-                self._read_and_hash("(header)", handle, memoryview(header), 0, hashlib.sha256())
-                if _sha256(header) != self.record.header_sha256:
+                header, digest = bytearray(self.record.header_bytes), hashlib.sha256()
+                self._read_and_hash("(header)", handle, memoryview(header), 0, digest)
+                if digest.hexdigest() != self.record.header_sha256:
                     raise CorruptCheckpointError(f"{self.path}: its header has changed since it was saved")
                 self._entries = dict(_parse_header(self.path, bytes(header)))
             return self._entries

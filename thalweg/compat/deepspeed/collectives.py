@@ -31,9 +31,7 @@ def has_all_gather_into_tensor() -> bool:
 has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = has_all_gather_into_tensor
 
 
-def allgather_fn(output: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-    """Gather into one tensor."""
-    return dist.all_gather_into_tensor(output, tensor, group=group, async_op=async_op)
+allgather_fn, inference_all_reduce = dist.all_gather_into_tensor, dist.all_reduce
 
 
 def reduce_scatter_fn(
@@ -41,11 +39,6 @@ def reduce_scatter_fn(
 ) -> Any:
     """Reduce one tensor to its parts."""
     return dist.reduce_scatter_tensor(output, tensor, op=op, group=group, async_op=async_op)
-
-
-def inference_all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Any:
-    """An all-reduce."""
-    return dist.all_reduce(tensor, op=op, group=group)
 
 
 def get_world_group() -> Any:

@@ -44,13 +44,9 @@ def _load_with_defaults(source: Any, mpu: SequenceParallelState | None) -> Confi
 def _refuse_as_asked(config: Any, optimizer: Any) -> None:
     """What Thalweg could do, and DeepSpeed refuses by keys that this config sets."""
     given, zero = config.provenance.user_set, config.zero_optimization
-    if (
-        config.zero_force_ds_cpu_optimizer
-        and "zero_force_ds_cpu_optimizer" in given
-        and zero.offload_optimizer.device != "none"
-        and isinstance(optimizer, torch.optim.Optimizer)
-        and not type(optimizer).__module__.startswith("thalweg.")
-    ):
+    is_forced = config.zero_force_ds_cpu_optimizer and "zero_force_ds_cpu_optimizer" in given
+    is_own = isinstance(optimizer, torch.optim.Optimizer) and not type(optimizer).__module__.startswith("thalweg.")
+    if is_forced and is_own and zero.offload_optimizer.device != "none":
         raise ZeRORuntimeException(
             f"zero_force_ds_cpu_optimizer: true, and {type(optimizer).__name__} is the program's own optimizer: leave "
             'the key out, or set "optimizer" in the config'

@@ -61,9 +61,7 @@ class ExpertRow(ExpertParameter):
         raise ValueError("a layer's experts are trained, or not, together: use moe.experts.requires_grad_()")
 
     requires_grad = property(lambda row: row.stack.requires_grad, requires_grad_)  # type: ignore[assignment]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return deepcopy_plain(self, memo)
+    __deepcopy__ = deepcopy_plain
 
 
 class DeepSpeedMoE(MoE):

@@ -2,101 +2,74 @@
 
 from __future__ import annotations
 
-from typing import Any
+from inspect import Parameter, Signature
+from typing import Any, ClassVar
 
 import torch
 
 from thalweg.optim import build_optimizer
 
 
-def _build(type_name: str, params: Any, **hyper: Any) -> torch.optim.Optimizer:
-    return build_optimizer(type_name, params, {key: value for key, value in hyper.items() if value is not None})
-
-
 class _ByName(type):
-    """A class whose objects are of another one's: ``isinstance`` finds them, an engine's optimizer too."""
+    """A class whose objects are of another one's: ``isinstance`` finds them, an engine's optimizer too.
+
+    ``defaults``: what it takes behind ``first``, in DeepSpeed's order; of it ``unread`` is nothing that Thalweg's has.
+    """
+
+    builds: tuple[str, ...]
+    first = "model_params"
+    defaults: dict[str, Any]
+    unread: tuple[str, ...] = ()
+
+    @property
+    def __signature__(cls) -> Signature:
+        kind = Parameter.POSITIONAL_OR_KEYWORD
+        options = [Parameter(name, kind, default=value) for name, value in cls.defaults.items()]
+        return Signature([Parameter(cls.first, kind), *options])
 
     def __instancecheck__(cls, value: Any) -> bool:
-        return type(getattr(value, "inner", value)).__name__ in cls.builds  # type: ignore[attr-defined]
+        return type(getattr(value, "inner", value)).__name__ in cls.builds
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        call = cls.__signature__.bind(*args, **kwargs)
+        call.apply_defaults()
+        hyper = {key: value for key, value in call.arguments.items() if value is not None and key not in cls.unread}
+        if not hyper.pop("fp32_optimizer_states", True):
+            hyper["state_dtype"] = "bf16"
+        return build_optimizer(cls.builds[0], hyper.pop(cls.first), hyper)
+
+
+_BETAS = (0.9, 0.999)
+_ADAM = {"lr": 1e-3, "bias_correction": True, "betas": _BETAS, "eps": 1e-8}
+_DECAY = {"weight_decay": 0.0, "amsgrad": False}
 
 
 class DeepSpeedCPUAdam(metaclass=_ByName):
     """AdamW, or Adam with ``adamw_mode=False``."""
 
     builds = ("Adam", "AdamW")
-
-    def __new__(
-        cls,
-        model_params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        adamw_mode: bool = True,
-        fp32_optimizer_states: bool = True,
-    ) -> Any:
-        options = {"bias_correction": bias_correction, "amsgrad": amsgrad, "adam_w_mode": adamw_mode}
-        return _build(
-            "Adam", model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
-            state_dtype=None if fp32_optimizer_states else "bf16", **options,
-        )  # fmt: skip
+    defaults: ClassVar = _ADAM | _DECAY | {"adamw_mode": True, "fp32_optimizer_states": True}
 
 
 class FusedAdam(metaclass=_ByName):
     """AdamW, or Adam with ``adam_w_mode=False``."""
 
-    builds = ("Adam", "AdamW")
-
-    def __new__(
-        cls,
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-    ) -> Any:
-        options = {"bias_correction": bias_correction, "amsgrad": amsgrad, "adam_w_mode": adam_w_mode}
-        return _build("Adam", params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)
+    builds, first = ("Adam", "AdamW"), "params"
+    defaults: ClassVar = _ADAM | {"adam_w_mode": True} | _DECAY | {"set_grad_none": True}
 
 
 class DeepSpeedCPUAdagrad(metaclass=_ByName):
     """Adagrad."""
 
-    builds = ("Adagrad",)
-
-    def __new__(
-        cls,
-        model_params: Any,
-        lr: float = 1e-2,
-        eps: float = 1e-10,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        fp32_optimizer_states: bool = True,
-    ) -> Any:
-        return _build("Adagrad", model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+    builds, unread = ("Adagrad",), ("amsgrad", "fp32_optimizer_states")
+    defaults: ClassVar = {"lr": 1e-2, "eps": 1e-10} | _DECAY | {"fp32_optimizer_states": True}
 
 
 class DeepSpeedCPULion(metaclass=_ByName):
     """Lion."""
 
     builds = ("Lion",)
-
-    def __new__(
-        cls,
-        model_params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        fp32_optimizer_states: bool = True,
-    ) -> Any:
-        state_dtype = None if fp32_optimizer_states else "bf16"
-        return _build("Lion", model_params, lr=lr, betas=betas, weight_decay=weight_decay, state_dtype=state_dtype)
+    defaults: ClassVar = {"lr": 1e-3, "betas": _BETAS, "weight_decay": 0.0, "fp32_optimizer_states": True}
 
 
 FusedLion = DeepSpeedCPULion
@@ -105,7 +78,8 @@ FusedLion = DeepSpeedCPULion
 class FusedLamb(metaclass=_ByName):
     """LAMB."""
 
-    builds = ("Lamb",)
-
-    def __new__(cls, params: Any, lr: float = 1e-3, **hyper: Any) -> Any:
-        return _build("Lamb", params, lr=lr, **hyper)
+    builds, first = ("Lamb",), "params"
+    defaults: ClassVar = _ADAM | {
+        "eps_inside_sqrt": False, "weight_decay": 0.0, "max_grad_norm": 0.0, "max_coeff": 10.0, "min_coeff": 0.01,
+        "amsgrad": False, "set_grad_none": True,
+    }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -20,56 +21,31 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
-def _find_group(axis: str, without_engine: Any = None) -> Any:
+def _find_group(axis: str) -> Any:
     """The newest engine's ranks along an axis of its meshes; None where it has no such axis."""
     engine = next(iter(live_engines()), None)
     if engine is None:
-        return without_engine
+        return dist.group.WORLD if axis in ("dp", "fsdp") else None
     mesh = getattr(engine.meshes, axis)
     return None if mesh is None else mesh.get_group()
 
 
-def _get_data_parallel_group() -> Any:
-    return _find_group("dp", dist.group.WORLD)
-
-
-def _get_data_parallel_world_size() -> int:
-    return dist.get_world_size(_get_data_parallel_group())
-
-
-def _get_data_parallel_rank() -> int:
-    return dist.get_rank(_get_data_parallel_group())
-
-
-def _get_sequence_parallel_group() -> Any:
-    return _find_group("sequence")
-
-
-def _get_sequence_parallel_world_size() -> int:
-    group = _get_sequence_parallel_group()
+def _find_size(axis: str) -> int:
+    group = _find_group(axis)
     return 1 if group is None else dist.get_world_size(group)
 
 
-def _get_sequence_parallel_rank() -> int:
-    group = _get_sequence_parallel_group()
+def _find_rank(axis: str) -> int:
+    group = _find_group(axis)
     return 0 if group is None else dist.get_rank(group)
 
 
-def _get_sequence_data_parallel_group() -> Any:
-    return _find_group("fsdp", dist.group.WORLD)
-
-
-def _get_model_parallel_group() -> Any:
-    return _find_group("tp")
-
-
-def _get_model_parallel_world_size() -> int:
-    group = _get_model_parallel_group()
-    return 1 if group is None else dist.get_world_size(group)
-
-
-get_data_parallel_group = _get_data_parallel_group
-get_data_parallel_world_size = _get_data_parallel_world_size
-get_data_parallel_rank = _get_data_parallel_rank
-get_model_parallel_group = _get_model_parallel_group
-get_model_parallel_world_size = _get_model_parallel_world_size
+get_data_parallel_group = _get_data_parallel_group = partial(_find_group, "dp")
+get_data_parallel_world_size = _get_data_parallel_world_size = partial(_find_size, "dp")
+get_data_parallel_rank = _get_data_parallel_rank = partial(_find_rank, "dp")
+get_model_parallel_group = _get_model_parallel_group = partial(_find_group, "tp")
+get_model_parallel_world_size = _get_model_parallel_world_size = partial(_find_size, "tp")
+_get_sequence_parallel_group = partial(_find_group, "sequence")
+_get_sequence_parallel_world_size = partial(_find_size, "sequence")
+_get_sequence_parallel_rank = partial(_find_rank, "sequence")
+_get_sequence_data_parallel_group = partial(_find_group, "fsdp")

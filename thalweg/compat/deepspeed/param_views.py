@@ -134,9 +134,7 @@ class ShardView(DTensor, _ParamNames):
     """A sharded parameter."""
 
     ds_status = ZeroParamStatus.NOT_AVAILABLE
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return deepcopy_plain(self, memo)
+    __deepcopy__ = deepcopy_plain
 
 
 class UnshardedView(nn.Parameter, _ParamNames):

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from thalweg.accelerator import get_accelerator
+from thalweg.data.sampler import rank_slice_bounds
 from thalweg.launch.cpu_affinity import parse_list
 
 
 def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
     """Whether torch is neither older nor newer."""
     have = _numbers(torch.__version__)
-    return (min_version is None or have >= _numbers(min_version)) and (
-        max_version is None or have <= _numbers(max_version)
-    )
+    is_new_enough = min_version is None or have >= _numbers(min_version)
+    return is_new_enough and (max_version is None or have <= _numbers(max_version))
 
 
 def _numbers(version: float | str) -> tuple[int, ...]:
@@ -73,11 +73,7 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
     """Where each of ``num_parts`` runs of equally many items begins, and the end."""
-    size, extra = divmod(num_items, num_parts)
-    starts = [0]
-    for part in range(num_parts):
-        starts.append(starts[-1] + size + (part < extra))
-    return starts
+    return [*(rank_slice_bounds(num_items, part, num_parts)[0] for part in range(num_parts)), num_items]
 
 
 def clip_grad_norm_(parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2, mpu: Any = None) -> Any:

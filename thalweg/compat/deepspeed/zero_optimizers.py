@@ -107,7 +107,9 @@ class ZeROOptimizer(DeepSpeedOptimizer):
             for number, group in enumerate(self.param_groups)
         }
 
+    @property
     def _flat_masters(self) -> list[Tensor]:
+        """This rank's parts of the masters, flat."""
         params = [param for group in self.param_groups for param in group["params"]]
         flats = [to_local(param.detach()).view(-1) for param in params]
         _params_by_flat.update(zip(flats, params, strict=True))
@@ -162,10 +164,7 @@ class FP16_Optimizer(DeepSpeedOptimizer):
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
     """Stages 1 and 2."""
 
-    @property
-    def single_partition_of_fp32_groups(self) -> list[Tensor]:
-        """This rank's parts of the masters, flat."""
-        return self._flat_masters()
+    single_partition_of_fp32_groups = ZeROOptimizer._flat_masters
 
 
 class ParameterOffload:
@@ -194,10 +193,7 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
         """The model's hooks."""
         return ParameterOffload(self._sharded.module)
 
-    @property
-    def fp32_partitioned_groups_flat(self) -> list[Tensor]:
-        """This rank's parts of the masters, flat."""
-        return self._flat_masters()
+    fp32_partitioned_groups_flat = ZeROOptimizer._flat_masters
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:

@@ -195,14 +195,12 @@ def list_options(section: type[Section]) -> tuple[tuple[str, FieldInfo], ...]:
     return tuple(result)
 
 
-def iter_auto_options(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def iter_auto_options(section: Section) -> Iterator[tuple[str, Any]]:
     """Each option below ``section`` whose value is still ``"auto"``, with its default."""
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            yield from iter_auto_options(value, f"{prefix}{name}.")
-        elif isinstance(value, str) and value == AUTO and AUTO not in literal_choices(field.annotation):
-            yield f"{prefix}{name}", field.default
+    for path, field in list_options(type(section)):
+        value = get_by_path(section, path)
+        if isinstance(value, str) and value == AUTO and AUTO not in literal_choices(field.annotation):
+            yield path, field.default
 
 
 def get_by_path(section: Any, path: str) -> Any:

@@ -25,11 +25,8 @@ from thalweg.config.schema.base import (
 from thalweg.config.schema.scheduler import SCHEDULES
 from thalweg.config.schema.unsupported import Typed, block
 
-_BETAS, _MAYBE, _NO_LR = (
-    Typed(Betas, (0.9, 0.999)),
-    Typed(bool | None, None),
-    Typed(NonNegativeFloat | None, None),
-)
+_BETAS = Typed(Betas, (0.9, 0.999))
+_MAYBE, _NO_LR = Typed(bool | None, None), Typed(NonNegativeFloat | None, None)
 _FREEZE_STEP = Typed(Literal["auto"] | PositiveInt, 100_000)
 _STATE_DTYPE = ("fp32", "bf16", "int8")
 # fmt: off
@@ -93,17 +90,17 @@ OPTIMIZERS: dict[str, type[Section]] = {
 # fmt: on
 # Those that send momentum in bits.
 COMPRESSED_OPTIMIZERS = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+PARAMS_SCHEMAS = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULES}
 
 
 def get_params_schema(block: str, type_name: object) -> type[Section] | None:
     """The parameter table of ``optimizer`` or ``scheduler`` by its type, in any case of letters."""
     name = canonical_name(block, type_name)
-    return (OPTIMIZERS if block == "optimizer" else SCHEDULES).get(name) if name else None
+    return PARAMS_SCHEMAS[block][name] if name else None
 
 
 def canonical_name(block: str, type_name: object) -> str | None:
     """The type's name as the tables spell it, or ``None`` if no table has it."""
     if not isinstance(type_name, str):
         return None
-    names = OPTIMIZERS if block == "optimizer" else SCHEDULES
-    return next((name for name in names if name.lower() == type_name.lower()), None)
+    return next((name for name in PARAMS_SCHEMAS[block] if name.lower() == type_name.lower()), None)

@@ -131,12 +131,9 @@ class RemoteNode:
         # a session of its own: a terminal's ^C reaches the launcher, which passes it on in order
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         self.process: Any = subprocess.Popen(list(command), bufsize=0, start_new_session=True, **pipes)
-        out, err = self.process.stdout, self.process.stderr
-        for read, relay in (
-            (self._read_stdout, _LineRelay(out, sys.stdout, output_lock)),
-            (self._read_stderr, _LineRelay(err, sys.stderr, output_lock)),
-        ):
-            threading.Thread(target=read, args=(relay,), daemon=True).start()
+        out, err = (self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr)
+        for read, streams in ((self._read_stdout, out), (self._read_stderr, err)):
+            threading.Thread(target=read, args=(_LineRelay(*streams, output_lock),), daemon=True).start()
 
     def send(self, message: Any) -> None:
         """Send one line; None is a mere sign of life."""

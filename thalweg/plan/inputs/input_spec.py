@@ -171,12 +171,11 @@ def _to_empty(leaf: Any) -> Any:
 
 
 def _label_spec(model: nn.Module, config: Any, batch_size: int, sequence_length: int, vocab_size: int) -> TensorSpec:
-    name = type(model).__name__
+    name, num_labels = type(model).__name__, _first_positive_int(config, "num_labels") or 2
     if name.endswith("ForSequenceClassification"):
-        return TensorSpec((batch_size,), torch.int64, _first_positive_int(config, "num_labels") or 2)
-    if name.endswith("ForTokenClassification"):
-        return TensorSpec((batch_size, sequence_length), torch.int64, _first_positive_int(config, "num_labels") or 2)
-    return TensorSpec((batch_size, sequence_length), torch.int64, vocab_size)
+        return TensorSpec((batch_size,), torch.int64, num_labels)
+    high = num_labels if name.endswith("ForTokenClassification") else vocab_size
+    return TensorSpec((batch_size, sequence_length), torch.int64, high)
 
 
 def _image_inputs(model: nn.Module, config: Any, names: list[str], batch_size: int) -> InputSpec:

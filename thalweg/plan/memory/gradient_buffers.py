@@ -74,21 +74,16 @@ class GradientBuffers:
         self._current_input: _FakeBuffer | None = None
         self._pending_updates: list[_FakeBuffer] = []
 
-    @property
-    def grads_leave_early(self) -> bool:
-        """Whether gradients go before the step."""
-        return self._run_spec.updates_in_backward or self._run_spec.grads_on_disk
-
     def reduce(self, name: str, last: bool) -> None:
         """One reduction of a unit's gradients, the ``last`` of its window or not."""
         unit = self._units[name]
         if self._run_spec.uses_shared_memory:
             self._touch_slot(unit)
-        elif self.grads_leave_early and not self._run_spec.reduces_in_place:
+        elif self._run_spec.grads_leave_early and not self._run_spec.reduces_in_place:
             if self._current_input is not None:
                 self._current_input.in_use = False
             self._current_input = self._input_pool.acquire(unit.reduce_bytes)
-        if self.grads_leave_early:
+        if self._run_spec.grads_leave_early:
             self._release_early(unit, last)
             return
         if not self._run_spec.on_cpu:
@@ -149,11 +144,9 @@ class GradientBuffers:
         growth = max(0, unit.reduce_bytes - self._touched_bytes[index])
         self._touched_bytes[index] += growth
         row = unit.reduce_bytes // ranks_per_node
-        first, num_bytes = (
-            (0, unit.reduce_bytes) if self._run_spec.replicates_states else (row * (ranks_per_node - 1), row)
-        )
+        last_row = (row * (ranks_per_node - 1), row * ranks_per_node)
         read_before = _union_length(self._read_ranges[index])
-        self._read_ranges[index].add((first, first + num_bytes))
+        self._read_ranges[index].add((0, unit.reduce_bytes) if self._run_spec.replicates_states else last_row)
         read = _union_length(self._read_ranges[index]) - read_before
         self._rank_memory.adjust_mmapped("buffers", growth + read * (ranks_per_node - 1))
         self._num_slot_uses += 1
@@ -168,7 +161,7 @@ class GradientBuffers:
             self._pending_updates.append(block)
             while len(self._pending_updates) > self._max_pending:
                 self._pending_updates.pop(0).in_use = False
-        elif run_spec.grads_on_disk:
+        elif run_spec.optimizer_on_disk:
             write_buffer_bytes = min(3 * BUFFER_BYTES, unit.sharded_grad_bytes)
             self._rank_memory.adjust_mmapped("buffers", write_buffer_bytes)
             self._rank_memory.adjust_mmapped("buffers", -write_buffer_bytes)

@@ -120,7 +120,6 @@ def _make_param_step(
     param_spec: ParamSpec, is_paged: bool, state_dtypes: Sequence[torch.dtype], run_spec: RunSpec
 ) -> ParamStep:
     numel, next_offset = prod(param_spec.padded_shape), 0
-    state_on_disk = run_spec.zero.offload_optimizer.device == "nvme"
     master_on_disk = is_paged or run_spec.master_on_disk(param_spec)
     operands: dict[str, StepTensor] = {}
 
@@ -131,9 +130,9 @@ def _make_param_step(
         operands[name] = StepTensor(torch.empty(numel, dtype=dtype, device="meta"), offset, **how)
 
     add_operand("master", param_spec.master_dtype, master_on_disk, write=True)
-    add_operand("grad", param_spec.master_dtype, state_on_disk and not run_spec.updates_in_backward)
+    add_operand("grad", param_spec.master_dtype, run_spec.optimizer_on_disk and not run_spec.updates_in_backward)
     for index, dtype in enumerate(state_dtypes):
-        add_operand(f"state {index}", dtype, state_on_disk, write=True)
-    if master_on_disk and param_spec.compute_dtype != param_spec.master_dtype:
+        add_operand(f"state {index}", dtype, run_spec.optimizer_on_disk, write=True)
+    if master_on_disk and param_spec.has_copy:
         add_operand("copy", param_spec.compute_dtype, is_paged, read=False, write=True)
     return ParamStep({}, torch.empty(0), numel, operands, (), {}, False)

@@ -120,16 +120,14 @@ class RankMemory:
         self._device, self._peak_held_bytes = CachingAllocator() if heap_factor is None else None, 0
         self.live_bytes: Counter[str] = Counter()
         self.mmapped_bytes: Counter[str] = Counter()
-        self.peak_bytes = 0
-        self._state_at_peak: _MemoryState = (0, {}, {})
+        self._segment = ""
+        # By segment of the run, what was resident at its peak, and of what.
+        self._peaks: dict[str, tuple[int, _MemoryState]] = {"": (0, (0, {}, {}))}
         self.timeline: list[MemorySample] = []
         self._allocations: dict[int, tuple[int, str, bool]] = {}
         self._num_live_bytes = self._highest_live_bytes = 0
         self._live_at_highest: dict[str, int] = {}
         self.phase = "initialize"
-        self.segments: dict[str, MemoryBreakdown] = {}
-        self._segment = ""
-        self._segment_peak, self._state_at_segment_peak = 0, self._state_at_peak
 
     def allocate(self, storage_id: int, num_bytes: int, label: str) -> None:
         """A block of the heap; a large one is a mapping of its own, but where it fits into what is free."""
@@ -178,36 +176,30 @@ class RankMemory:
 
     def begin_segment(self, segment: str) -> None:
         """A segment of the run begins: its own peak goes to :attr:`segments`."""
-        self.end_segment()
-        self._segment, self._segment_peak = segment, 0
+        self._segment = segment
         self._update_peak()
-
-    def end_segment(self) -> None:
-        """The segment that began last is over."""
-        if self._segment:
-            self.segments[self._segment] = self._make_breakdown(*self._state_at_segment_peak)
-            self._segment = ""
 
     def _update_peak(self) -> None:
         """Remember what was alive when the heap was largest, and what was mapped when the total was."""
         resident_bytes = self.resident_bytes
-        is_peak, is_segment_peak = resident_bytes > self.peak_bytes, resident_bytes > self._segment_peak
-        if not is_peak and not (self._segment and is_segment_peak):
+        if self._segment in self._peaks and resident_bytes <= self._peaks[self._segment][0]:
             return
         alive = dict(self.live_bytes) if self._device is not None else self._live_at_highest
-        state = (self._heap_bytes, alive, dict(self.mmapped_bytes))
-        if is_peak:
-            self.peak_bytes, self._state_at_peak = resident_bytes, state
-        if self._segment and is_segment_peak:
-            self._segment_peak, self._state_at_segment_peak = resident_bytes, state
+        self._peaks[self._segment] = resident_bytes, (self._heap_bytes, alive, dict(self.mmapped_bytes))
+
+    @property
+    def segments(self) -> dict[str, MemoryBreakdown]:
+        """The peak of each segment by what it is for."""
+        return {name: self._make_breakdown(*state) for name, (_, state) in self._peaks.items() if name}
 
     def breakdown_at_peak(self) -> MemoryBreakdown:
         """The peak by what it is for; holes are what the heap, or a device's allocator, holds at its highest beyond
         what is alive at its highest."""
-        parts = self._make_breakdown(*self._state_at_peak)
+        peak_bytes, state = max(self._peaks.values(), key=lambda peak: peak[0])
+        parts = self._make_breakdown(*state)
         if self._device is None:
             return parts
-        holes = self.process_bytes + self._peak_held_bytes - self.peak_bytes
+        holes = self.process_bytes + self._peak_held_bytes - peak_bytes
         return replace(parts, fragmentation=max(0, holes))
 
     def _make_breakdown(self, top: int, live_bytes: dict[str, int], mmapped_bytes: dict[str, int]) -> MemoryBreakdown:

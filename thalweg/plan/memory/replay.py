@@ -90,7 +90,6 @@ def replay_events(
     if run_spec.storage_kind == "shared":
         resident = sum(s.unsharded_bytes for name, s in trace.param_specs.items() if name not in replay.disk_params)
         double_counted += (run_spec.shard_topology.ranks_per_node - 1) * resident
-    rank_memory.end_segment()
     tiers = {"host": replay.host_bytes, "disk": replay.disk_bytes, "disk_read": replay.disk_read_bytes}
     tiers["disk_written"] = replay.streamed_update.written_bytes + replay.disk_grad_bytes
     if run_spec.activation_offload == "nvme":
@@ -99,8 +98,8 @@ def replay_events(
         tiers["disk"] += round_up(trace.peak_offloaded_bytes, _SWAP_SEGMENT_BYTES)
         tiers["disk_read"] += offloaded
         tiers["disk_written"] += offloaded
-    peak, timeline, segments = rank_memory.breakdown_at_peak(), rank_memory.timeline, rank_memory.segments
-    return ReplayResult(peak, timeline, segments, double_counted, tiers)
+    peak = rank_memory.breakdown_at_peak()
+    return ReplayResult(peak, rank_memory.timeline, rank_memory.segments, double_counted, tiers)
 
 
 class _Replay:
@@ -117,7 +116,7 @@ class _Replay:
         self.pager, self.paged_units = make_pager(paged_memory, members, run_spec)
         self.streamed_update = self._plan_streamed_update()
         self.disk_grad_bytes = 0
-        if run_spec.grads_on_disk and not run_spec.updates_in_backward:
+        if run_spec.optimizer_on_disk and not run_spec.updates_in_backward:
             self.disk_grad_bytes = sum(unit.sharded_grad_bytes for unit in trace.units if unit.is_trainable)
         self.disk_bytes, self.disk_read_bytes = self._compute_disk_bytes(), 0
         self.host_bytes = self._compute_host_bytes()
@@ -135,20 +134,15 @@ class _Replay:
         param_specs = {name: spec for name, spec in trace.param_specs.items() if name not in self.disk_params}
         storage_id = 1
         for param_spec in param_specs.values() if not run_spec.states_on_host else ():
-            if (not shared or param_spec.master_dtype != param_spec.compute_dtype) and not run_spec.master_on_disk(
-                param_spec
-            ):
+            if (not shared or param_spec.has_copy) and not run_spec.master_on_disk(param_spec):
                 rank_memory.allocate(-storage_id, shard_bytes(param_spec), "parameters")
-            if run_spec.storage_kind == "private" and param_spec.master_dtype != param_spec.compute_dtype:
+            if run_spec.storage_kind == "private" and param_spec.has_copy:
                 rank_memory.allocate(-storage_id - 1, param_spec.unsharded_bytes, "gathered")
             storage_id += 2
         previous = 0
         for index, (name, param_spec) in enumerate(trace.param_specs.items()):
-            size = (
-                initial_param_bytes[index]
-                if index < len(initial_param_bytes)
-                else param_spec.padded_numel * param_spec.master_dtype.itemsize
-            )
+            given = initial_param_bytes[index] if index < len(initial_param_bytes) else None
+            size = param_spec.padded_numel * param_spec.master_dtype.itemsize if given is None else given
             if is_distributed:  # the copy that is broadcast; the last one goes when the next is on its way
                 rank_memory.allocate(-storage_id, size, "buffers")
                 rank_memory.free(previous)
@@ -158,17 +152,15 @@ class _Replay:
                 writer = min(2 * WRITE_CHUNK_BYTES, shard_bytes(param_spec))
                 rank_memory.adjust_mmapped("buffers", writer)
                 rank_memory.adjust_mmapped("buffers", -writer)
-            elif shared and param_spec.master_dtype == param_spec.compute_dtype:
+            elif shared and not param_spec.has_copy:
                 rank_memory.adjust_mmapped("parameters", param_spec.unsharded_bytes // param_spec.num_shards)
-            if index < len(initial_param_bytes) and size >= _MMAP_THRESHOLD:
+            if given is not None and size >= _MMAP_THRESHOLD:
                 rank_memory.adjust_mmapped("parameters", -size)
             storage_id += 1
         rank_memory.free(previous)
         if shared:
             unsharded_bytes = sum(param_spec.unsharded_bytes for param_spec in param_specs.values())
-            local_bytes = sum(
-                s.unsharded_bytes // s.num_shards for s in param_specs.values() if s.master_dtype == s.compute_dtype
-            )
+            local_bytes = sum(s.unsharded_bytes // s.num_shards for s in param_specs.values() if not s.has_copy)
             rank_memory.adjust_mmapped("gathered", unsharded_bytes - local_bytes)
         rank_memory.allocate(-storage_id, trace.whole_bytes, "buffers")
 
@@ -190,18 +182,17 @@ class _Replay:
 
     def _heap_left_by_first_update(self) -> int:
         """What the heap of the updating thread keeps of the state it has made, before that is written."""
-        if not (self.run_spec.updates_in_backward and self.run_spec.zero.offload_optimizer.device == "nvme"):
+        if not (self.run_spec.updates_in_backward and self.run_spec.optimizer_on_disk):
             return 0
-        dtypes = self.trace.state_dtypes
+        dtypes, units = self.trace.state_dtypes, self._trained_by_unit()
         state_sizes = (
-            [prod(param_spec.padded_shape) * dtype.itemsize for param_spec in unit for dtype in dtypes]
-            for unit in self._trained_by_unit()
+            [prod(spec.padded_shape) * dtype.itemsize for spec in unit for dtype in dtypes] for unit in units
         )
         return max((sum(size for size in unit if size < LARGE_BLOCK_BYTES) for unit in state_sizes), default=0)
 
     def _update_events(self, first: bool) -> list[TraceEvent]:
         events = self.trace.first_update_events if first else self.trace.later_update_events
-        runs_elsewhere = self.run_spec.states_on_host or self.run_spec.zero.offload_optimizer.device == "nvme"
+        runs_elsewhere = self.run_spec.states_on_host or self.run_spec.optimizer_on_disk
         if runs_elsewhere and self.run_spec.elementwise_optimizer:  # made, kept and worked on elsewhere
             return [event for event in events if event[0] == 0]
         return events
@@ -253,9 +244,7 @@ class _Replay:
 
     def _plan_streamed_update(self) -> StreamedUpdate:
         run_spec = self.run_spec
-        if not run_spec.elementwise_optimizer or not (
-            run_spec.zero.offload_optimizer.device == "nvme" or self.disk_params
-        ):
+        if not run_spec.elementwise_optimizer or not (run_spec.optimizer_on_disk or self.disk_params):
             return StreamedUpdate()
         updates = self._trained_by_unit()
         if not run_spec.updates_in_backward:
@@ -268,11 +257,9 @@ class _Replay:
             numel, paged = prod(param_spec.padded_shape), name in self.disk_params
             if paged:
                 total += round_up(numel * param_spec.compute_dtype.itemsize)
-            if self.run_spec.master_on_disk(param_spec) or (
-                paged and param_spec.master_dtype != param_spec.compute_dtype
-            ):
+            if self.run_spec.master_on_disk(param_spec) or (paged and param_spec.has_copy):
                 total += round_up(numel * param_spec.master_dtype.itemsize)
-        if self.run_spec.zero.offload_optimizer.device == "nvme":
+        if self.run_spec.optimizer_on_disk:
             for param_spec in (spec for members in self._trained_by_unit() for spec in members):
                 sizes = [param_spec.master_dtype.itemsize, *(dtype.itemsize for dtype in self.trace.state_dtypes)]
                 total += sum(round_up(prod(param_spec.padded_shape) * size) for size in sizes)
@@ -292,11 +279,11 @@ class _Replay:
         grads = sorted((unit.sharded_grad_bytes for unit in self.trace.units if unit.is_trainable), reverse=True)
         if self.run_spec.updates_in_backward:  # a unit's is reduced while those before it wait for the disk
             grads = grads[: 1 + MAX_PENDING_UPDATES]
-        elif self.run_spec.grads_on_disk:
+        elif self.run_spec.optimizer_on_disk:
             grads = [*grads[:1], *(min(3 * BUFFER_BYTES, largest) for largest in grads[:1])]
         sent = self.run_spec.sent_share_of_grads
         total += int(sum(grads) * (1 + sent % 1))
-        if self.run_spec.zero.offload_optimizer.device != "nvme":
+        if not self.run_spec.optimizer_on_disk:
             sizes = sum(dtype.itemsize for dtype in self.trace.state_dtypes)
             total += sizes * sum(prod(s.padded_shape) for members in self._trained_by_unit() for s in members)
         packed_sizes = sorted((page.packed_bytes for page in self.paged_units.values()), reverse=True)

@@ -14,6 +14,7 @@ suggestion everything that can make a run smaller; for ``thalweg tune`` what mak
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -312,15 +313,8 @@ def _first_fitting_level(plans: PlanCache, levels: list[CostLevel]) -> int:
     first = len(levels)
     for kind in dict.fromkeys(level.kind for level in levels):
         indices = [index for index, level in enumerate(levels) if level.kind == kind]
-        low, high = 0, len(indices)
-        while low < high:
-            middle = (low + high) // 2
-            if plans.fits(levels[indices[middle]].rows[-1][0]) is False:
-                low = middle + 1
-            else:
-                high = middle
-        if low < len(indices):
-            first = min(first, indices[low])
+        low = bisect_left(indices, True, key=lambda index: plans.fits(levels[index].rows[-1][0]) is not False)
+        first = min([first, *indices[low : low + 1]])
     return first
 
 

@@ -151,15 +151,19 @@ class RunSpec(ShardOptions):
         return self.replicates_states and not self.uses_shared_memory and same_dtype
 
     @property
-    def grads_on_disk(self) -> bool:
-        """Whether gradients rest in the swap file until the update."""
+    def optimizer_on_disk(self) -> bool:
+        """Whether the optimizer's state rests in the swap file, and gradients until the update."""
         return self.zero.offload_optimizer.device == "nvme"
+
+    @property
+    def grads_leave_early(self) -> bool:
+        """Whether gradients go before the step, so that they never are there all at once."""
+        return self.updates_in_backward or self.optimizer_on_disk
 
     def master_on_disk(self, param_spec: ParamSpec) -> bool:
         """Whether the master of a parameter that stays in memory lies on a disk (see ``zero/storage/nvme.py``)."""
-        zero, has_separate_master = self.zero, param_spec.master_dtype != param_spec.compute_dtype
-        only_state_on_disk = zero.offload_optimizer.device == "nvme" and zero.offload_param.device != "nvme"
-        may_rest = param_spec.requires_grad and has_separate_master and only_state_on_disk
+        only_state_on_disk = self.optimizer_on_disk and self.zero.offload_param.device != "nvme"
+        may_rest = param_spec.requires_grad and param_spec.has_copy and only_state_on_disk
         return may_rest and not self.is_hierarchical and self.storage_kind != "wire"
 
     @property

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -89,15 +88,6 @@ class AllocationRecorder(TorchDispatchMode):
         """The events so far; the list begins anew."""
         events, self.events = self.events, []
         return events
-
-    @contextmanager
-    def with_label(self, label: str) -> Iterator[None]:
-        """Make storages under another label."""
-        previous, self.label = self.label, label
-        try:
-            yield
-        finally:
-            self.label = previous
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):

@@ -105,26 +105,24 @@ class FsdpUnitEvents:
         self.gathered_ids = [recorder.record_alloc(p.nbytes, "gathered") for p in self.params]
         if flat_id:
             recorder.record_free(flat_id)
-        if self.is_paged:  # FSDP2 has its own copy now
-            recorder.record_mark(f"close {self.info.name}")
-            self.is_paged_in = False
+        self.close_page()  # FSDP2 has its own copy now
 
     def prefetch(self) -> None:
         source = self.source
-        if self.is_paged and not self.is_paged_in and not self.gathered_ids:
+        if self.gathered_ids:
+            return
+        if self.is_paged and not self.is_paged_in:
             source.recorder.record_mark(f"prefetch {self.info.name}")
-        elif (
-            source.uses_collectives
-            and not source.run_spec.is_hierarchical
-            and not self.gathered_ids
-            and not self.prefetched_id
-        ):
+        elif source.uses_collectives and not source.run_spec.is_hierarchical and not self.prefetched_id:
             self.prefetched_id = source.recorder.record_alloc(self.info.gather_bytes, "gathered")
 
     def reshard(self) -> None:
         for storage_id in self.gathered_ids:
             self.source.recorder.record_free(storage_id)
         self.gathered_ids = []
+        self.close_page()
+
+    def close_page(self) -> None:
         if self.is_paged_in:
             self.source.recorder.record_mark(f"close {self.info.name}")
             self.is_paged_in = False
@@ -158,9 +156,8 @@ class FsdpEventSource:
         self.recorder, self.run_spec = recorder, run_spec
         self.uses_collectives = run_spec.storage_kind == "wire"
         self.paged_units: frozenset[str] = frozenset()
-        self.reshards_after_forward = (
-            self.uses_collectives or run_spec.zero.offload_param.device == "nvme"
-        ) and run_spec.policy.reshards_after_use
+        has_whole_params = not self.uses_collectives and run_spec.zero.offload_param.device != "nvme"
+        self.reshards_after_forward = run_spec.policy.reshards_after_use and not has_whole_params
         compute = run_spec.precision.compute_dtype
         self.cast_dtype = compute if compute != torch.float32 else None
         self.units: list[FsdpUnitEvents] = []
@@ -186,9 +183,7 @@ class FsdpEventSource:
         mark = f"{'last' if self.is_last_micro_batch else 'reduce'} {info.name}"
         if run_spec.reduces_in_place:
             recorder.record_mark(mark)
-        elif run_spec.states_on_host or not (
-            run_spec.uses_shared_memory or run_spec.updates_in_backward or run_spec.grads_on_disk
-        ):
+        elif run_spec.states_on_host or not (run_spec.uses_shared_memory or run_spec.grads_leave_early):
             self._reduce_input_id = recorder.record_alloc(info.reduce_bytes, "buffers")
         unit.accumulated_grads.clear()
         for parameter in unit.params:

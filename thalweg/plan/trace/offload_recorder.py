@@ -59,13 +59,12 @@ class OffloadRecorder(ReadAheadOffloader):
         self.offloaded_bytes += tensor.nbytes
         self.peak_offloaded_bytes = max(self.peak_offloaded_bytes, self._current_bytes)
         self._in_flight.append(self.alloc_recorder.record_alloc(tensor.nbytes, "buffers"))
-        while len(self._in_flight) > READ_AHEAD_DEPTH:
-            self.alloc_recorder.record_free(self._in_flight.popleft())
+        self.finish_writes(READ_AHEAD_DEPTH)
         return offloaded
 
-    def finish_writes(self) -> None:
-        """The backward pass begins: nothing is on its way out."""
-        while self._in_flight:
+    def finish_writes(self, num_left: int = 0) -> None:
+        """Let no more be on its way out: nothing when the backward pass begins."""
+        while len(self._in_flight) > num_left:
             self.alloc_recorder.record_free(self._in_flight.popleft())
 
     def on_freed(self, num_bytes: int) -> None:

@@ -226,11 +226,7 @@ def _install_unit_hooks(
 
 
 def _find_unit(name: str, fp32_modules: tuple[str, ...], units: dict[str, nn.Module]) -> str:
-    for candidates in (fp32_modules, units):
-        for unit in candidates:
-            if name.startswith(f"{unit}."):
-                return unit
-    return ""
+    return next((unit for unit in (*fp32_modules, *units) if name.startswith(f"{unit}.")), "")
 
 
 def _apply_tiling(model: nn.Module, run_spec: RunSpec) -> LossTiling | None:
@@ -307,14 +303,15 @@ def _trace_updates(
         shards.append(shard)
     recorder.ignore(shards)
     recorder.ignore([shard.grad for shard in shards if shard.grad is not None])
-    with recorder, recorder.with_label("update"), torch.no_grad():  # some make their state at once
+    recorder.label = "update"
+    with recorder, torch.no_grad():  # some make their state at once
         optimizer = build_optimizer(run_spec.optimizer, shards, run_spec.optimizer_params)
     creation_events = recorder.pop_events()
     recorded, site_state = [], []
     # Where sites began, and the outer momentum; or what compressed gradients have left out.
     copies = 2 if run_spec.outer_optimizer is not None else int(run_spec.gradient_compression is not None)
     for _ in range(2):
-        with recorder, recorder.with_label("update"), torch.no_grad():
+        with recorder, torch.no_grad():
             recorder.record_mark("update")
             optimizer.step()
             site_state = site_state or [torch.empty_like(shard, dtype=torch.float32) for shard in shards * copies]

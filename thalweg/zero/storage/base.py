@@ -56,6 +56,11 @@ class ParamSpec:
     requires_grad: bool = True
 
     @property
+    def has_copy(self) -> bool:
+        """Whether the computation takes it in another dtype than the master's, which then lies beside a copy."""
+        return self.compute_dtype != self.master_dtype
+
+    @property
     def is_mixed(self) -> bool:
         """Whether the computation takes it in fewer bytes than the master has."""
         return self.compute_dtype.itemsize < self.master_dtype.itemsize
@@ -166,7 +171,7 @@ class ShardStorage:
             storage = cls(spec, rank, shard)
             storage.crosses_link = crosses_link and spec.is_mixed
             return storage
-        if spec.master_dtype == spec.compute_dtype:
+        if not spec.has_copy:
             # The same memory under another version counter, as a gathered copy would have.
             return cls(spec, rank, shard, shard.data)
         unsharded = torch.zeros(spec.shape, dtype=spec.compute_dtype, device=device)
