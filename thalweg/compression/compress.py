@@ -9,17 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from thalweg.compression import layers
 from thalweg.compression.distill import init_student
-from thalweg.compression.layers import (
-    ActivationQuantization,
-    Compression,
-    Mask,
-    WeightQuantization,
-    compress_layer,
-    get_rows,
-    is_compressible,
-    iter_compressed,
-)
+from thalweg.compression.layers import WeightQuantization, get_rows
 from thalweg.config import Config, load
 from thalweg.utils.log import get_logger
 
@@ -87,7 +79,7 @@ def _apply_technique(model: nn.Module, technique: str, shared: Any, groups: Mapp
                     raise ValueError(f"{where}: {name} is in {seen[name]} already: narrow the modules of one of them")
                 seen[name] = group_name
                 layer = model.get_submodule(name)
-                compression = compress_layer(layer, len(iter_compressed(model)))
+                compression = layers.compress_layer(layer, len(layers.iter_compressed(model)))
                 for required in _REQUIRED_PARAMS[technique]:
                     if getattr(group.params, required) is None:
                         raise ValueError(f"{where}.params has no {required}: say it there")
@@ -113,7 +105,7 @@ def matches(pattern: str, name: str) -> bool:
 def find_layers(model: nn.Module, pattern: str, related: bool = False) -> Iterator[str]:
     """Names of layers that can be compressed; ``related``: of any with a weight."""
     for name, module in model.named_modules():
-        fits = isinstance(getattr(module, "weight", None), Tensor) if related else is_compressible(module)
+        fits = isinstance(getattr(module, "weight", None), Tensor) if related else layers.is_compressible(module)
         if fits and matches(pattern, name):
             yield name
 
@@ -137,7 +129,7 @@ def weight_quantization(
     )
 
 
-def quantize_layer_weight(layer: Any, compression: Compression, spec: WeightQuantization, where: str) -> None:
+def quantize_layer_weight(layer: Any, compression: layers.Compression, spec: WeightQuantization, where: str) -> None:
     """Check that a specification suits a layer, and have it quantised; a table by rows (tokens)."""
     if isinstance(layer, nn.Embedding):
         spec = replace(spec, num_groups=layer.num_embeddings)
@@ -148,14 +140,14 @@ def quantize_layer_weight(layer: Any, compression: Compression, spec: WeightQuan
     compression.quantize_weight(spec)
 
 
-def _quantize_activation(compression: Compression, shared: Any, bits: int) -> None:
+def _quantize_activation(compression: layers.Compression, shared: Any, bits: int) -> None:
     static, symmetric = shared.range_calibration == "static", shared.quantization_type == "symmetric"
-    compression.quantize_activation(ActivationQuantization(bits, symmetric, static, shared.schedule_offset))
+    compression.quantize_activation(layers.ActivationQuantization(bits, symmetric, static, shared.schedule_offset))
 
 
 def _make_mask(
     model: nn.Module, layer: Any, technique: str, shared: Any, params: Any, related: tuple[str, ...], where: str
-) -> Mask:
+) -> layers.Mask:
     weight = get_rows(layer)
     if weight.is_meta:
         raise ValueError(f"{where} has no weights yet: call init_compression() when they are loaded")
@@ -167,7 +159,7 @@ def _make_mask(
         norms = rows.sum(0).view(_count_head_units(model, layer, num_heads, related, where), -1).sum(1)
     else:
         norms = rows.flatten(1).sum(1)
-    return Mask(norms, params.dense_ratio, shared.method, shared.schedule_offset, related)
+    return layers.Mask(norms, params.dense_ratio, shared.method, shared.schedule_offset, related)
 
 
 def _count_head_units(model: nn.Module, layer: Any, num_heads: int | None, related: Iterable[str], where: str) -> int:

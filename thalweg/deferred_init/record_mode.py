@@ -25,17 +25,8 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thalweg.deferred_init.deferred_tensor import (
-    CPU,
-    defer_parameter,
-    deferred_like,
-    dispatch_deferred,
-    get_call_rng_state,
-    is_deferred,
-    record_op,
-    returns_uninitialized,
-    set_data,
-)
+from thalweg.deferred_init import deferred_tensor
+from thalweg.deferred_init.deferred_tensor import CPU
 from thalweg.deferred_init.op_graph import get_op_traits, is_meta
 from thalweg.deferred_init.pytree import flatten, flatten_call, unflatten
 from thalweg.deferred_init.replay import thread_state
@@ -47,8 +38,8 @@ class _SetDataMode(TorchFunctionMode):
     _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == self._SET_DATA and is_deferred(args[1]):
-            return set_data(*args)
+        if func == self._SET_DATA and deferred_tensor.is_deferred(args[1]):
+            return deferred_tensor.set_data(*args)
         return func(*args, **(kwargs or {}))
 
 
@@ -96,7 +87,7 @@ class RecordMode(TorchDispatchMode):
         for param in self.built_parameters() if error[0] is None else ():
             is_plain = type(param) is nn.Parameter and param.layout is torch.strided and param.device == CPU
             if is_plain and param.grad is None and param.untyped_storage()._cdata in self._new_storages:
-                defer_parameter(param, storages)
+                deferred_tensor.defer_parameter(param, storages)
         self._new_storages.clear()
 
     def built_parameters(self) -> list[nn.Parameter]:
@@ -120,12 +111,12 @@ class RecordMode(TorchDispatchMode):
             return func(*args, **kwargs)
         inputs, _ = flatten_call(args, kwargs)
         tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
-        if any(is_deferred(tensor) for tensor in tensors):
-            return dispatch_deferred(func, args, kwargs)
+        if any(deferred_tensor.is_deferred(tensor) for tensor in tensors):
+            return deferred_tensor.dispatch_deferred(func, args, kwargs)
         traits = get_op_traits(func)
         if func._schema.name == "aten::_to_copy" and kwargs.get("device") == torch.device("meta"):
             kwargs = {**kwargs, "device": CPU}  # x.to(pending) must not lose the value of x
-        rng_state = get_call_rng_state(inputs) if traits.is_random else None
+        rng_state = deferred_tensor.get_call_rng_state(inputs) if traits.is_random else None
         result = func(*args, **kwargs)
         leaves, spec = flatten(result)
         known_storages = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
@@ -137,15 +128,15 @@ class RecordMode(TorchDispatchMode):
         new_tensors = {}  # the big ones become pending; the values just computed are dropped
         for position, leaf in enumerate(leaves):
             if self._is_large(leaf) and leaf.untyped_storage()._cdata not in known_storages:
-                new_tensors[position] = leaves[position] = deferred_like(leaf)
+                new_tensors[position] = leaves[position] = deferred_tensor.deferred_like(leaf)
         if not new_tensors:
             return result
-        if not returns_uninitialized(func):
+        if not deferred_tensor.returns_uninitialized(func):
             if not tensors and any(argument.name == "dtype" for argument in func._schema.arguments):
                 # the default may change until replay
                 dtype = kwargs.get("dtype") or next(iter(new_tensors.values())).dtype
                 kwargs = {**kwargs, "dtype": dtype}
-            record_op(func, *flatten_call(args, kwargs), rng_state, new_tensors)
+            deferred_tensor.record_op(func, *flatten_call(args, kwargs), rng_state, new_tensors)
         return unflatten(spec, iter(leaves))
 
     def _is_large(self, leaf: Any) -> bool:

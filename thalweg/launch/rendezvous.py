@@ -46,14 +46,8 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from thalweg import __version__
 from thalweg.launch.failure import JobResult
 from thalweg.launch.spec import LocalJob
-from thalweg.utils.rendezvous import (
-    Card,
-    LateArrivalError,
-    bind_listener,
-    connect_store,
-    exchange_cards,
-    serve_store,
-)
+from thalweg.utils import rendezvous
+from thalweg.utils.rendezvous import Card
 from thalweg.utils.timing import wait_until
 
 RUN_ID = "thalweg"
@@ -114,7 +108,7 @@ def bind_master(addr: str, port: int = 0, *, multi_node: bool = False) -> socket
         ValueError: the port is taken, or the name is unknown; the message has the cure.
     """
     try:
-        return bind_listener(addr, port, multi_node=multi_node, allow_foreign=True)
+        return rendezvous.bind_listener(addr, port, multi_node=multi_node, allow_foreign=True)
     except socket.gaierror as error:
         raise ValueError(f"{addr} cannot be resolved ({error}): give --master-addr an address") from error
     except OSError as error:
@@ -124,7 +118,7 @@ def bind_master(addr: str, port: int = 0, *, multi_node: bool = False) -> socket
 
 def open_local_rendezvous(addr: str, port: int) -> StaticTCPRendezvous:
     """torch's static rendezvous for a job of one host; its store listens on ``addr`` (``port`` 0: a free one)."""
-    store = serve_store(bind_master(addr, port), STORE_TIMEOUT)
+    store = rendezvous.serve_store(bind_master(addr, port), STORE_TIMEOUT)
     handler = StaticTCPRendezvous(addr, store.port, 0, 1, RUN_ID, int(STORE_TIMEOUT))
     handler._store = store  # torch's would listen on every interface
     return handler
@@ -167,7 +161,7 @@ def join_nodes(node: NodeSpec, card: Card, restart: int = 0, store: Store | None
     """
     card = {**card, "index": node.node_rank, "num_nodes": node.num_nodes}
     try:
-        store = store or in_thread(lambda: connect_store(node.addr, node.port, node.join_timeout)).result()
+        store = store or in_thread(lambda: rendezvous.connect_store(node.addr, node.port, node.join_timeout)).result()
     except RuntimeError as error:
         raise ValueError(
             f"{socket.gethostname()} cannot reach {node.addr}, port {node.port}, where the first host of the job "
@@ -186,8 +180,8 @@ def join_nodes(node: NodeSpec, card: Card, restart: int = 0, store: Store | None
     try:
         restart = _wait_for_start(store, node.join_timeout) if node.node_rank else _open_start(store, restart)
         known = PrefixStore(f"{_START}/{restart}/cards", store), card, node.num_nodes, node.join_timeout
-        cards = exchange_cards(*known, find_mismatch, describe_missing, notify)
-    except LateArrivalError as error:
+        cards = rendezvous.exchange_cards(*known, find_mismatch, describe_missing, notify)
+    except rendezvous.LateArrivalError as error:
         nodes = NodeRendezvous(node, [card], store, restart)
         # It may come for one that was killed: then the others miss that soon, and a job that starts anew has a place.
         if card["max_restarts"] and wait_until(nodes.is_closed, 3 * node.heartbeat_timeout, interval=0.1):
@@ -244,7 +238,7 @@ class NodeRendezvous(StaticTCPRendezvous):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """The agent gets a connection of its own, as its barrier would hold up the heartbeats on ours."""
-        store = connect_store(self._node.addr, self._node.port, _CONNECT_TIMEOUT)
+        store = rendezvous.connect_store(self._node.addr, self._node.port, _CONNECT_TIMEOUT)
         self._store = PrefixStore(f"{_START}/{self.restart}", store)
         return super().next_rendezvous()
 

@@ -25,17 +25,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from thalweg.comm.collectives.error_feedback import PowerSGDAllReduce, TopKAllReduce
 from thalweg.config.schema.training import GradientCompressionConfig
-from thalweg.optim import foreach
+from thalweg.optim import dtensor_local, foreach
 from thalweg.optim.accumulation import AccumulationWindow
-from thalweg.optim.dtensor_local import (
-    as_dtensor_like,
-    as_rows_of_workers,
-    local_grad,
-    match_layout,
-    to_local,
-    upcast_half,
-    write_back,
-)
+from thalweg.optim.dtensor_local import to_local
 from thalweg.optim.site_sync import GRAD_ERROR, POWERSGD_Q, ROWS, SiteSync
 from thalweg.parallel_dims import control_group
 from thalweg.zero.shard import ShardedModel
@@ -74,12 +66,12 @@ class GradientCompression(SiteSync):
             for key in (ROWS + GRAD_ERROR, GRAD_ERROR, POWERSGD_Q):  # shown by a save
                 self._inner.state.get(param, {}).pop(key, None)
         params, are_finite = self._agree()
-        grads = [local_grad(param) for param in params]
+        grads = [dtensor_local.local_grad(param) for param in params]
         if not are_finite:
             for grad in grads:
                 grad.fill_(math.nan)
             return 1.0
-        work = [upcast_half(grad) for grad in grads]
+        work = [dtensor_local.upcast_half(grad) for grad in grads]
         if work and (scale := float(factor)) != 1.0:
             foreach.mul_(work, scale)
         by_param = dict(zip(params, work, strict=True))
@@ -95,14 +87,14 @@ class GradientCompression(SiteSync):
         elif self.num_sites > 1:
             for bucket in self._iter_buckets(params):
                 self._exchange.mean_([by_param[param] for param in bucket], "gradients")
-        write_back([(grad, w) for grad, w in zip(grads, work, strict=True) if grad is not w])
+        dtensor_local.write_back([(grad, w) for grad, w in zip(grads, work, strict=True) if grad is not w])
         return 1.0
 
     def _agree(self) -> tuple[list[Tensor], bool]:
         """The parameters that have a gradient on any rank, here zero if need be, and whether all numbers are finite."""
         params = self._params()
         every = [p for group in self._inner.param_groups for p in group["params"] if p.grad is not None]
-        pieces = [grad for grad in map(local_grad, every) if grad.numel()]
+        pieces = [grad for grad in map(dtensor_local.local_grad, every) if grad.numel()]
         is_finite = True
         for device in {grad.device for grad in pieces}:  # of offloaded states gradients of 0 dims stay on the device
             maxima = foreach.norm([grad for grad in pieces if grad.device == device], math.inf)
@@ -135,7 +127,9 @@ class GradientCompression(SiteSync):
             if (error := kept.get("error")) is not None:
                 error, several = error.view_as(to_local(param)), self.num_sites > 1
                 state[ROWS + GRAD_ERROR if several else GRAD_ERROR] = (
-                    as_rows_of_workers(error, param) if several else as_dtensor_like(error, param)
+                    dtensor_local.as_rows_of_workers(error, param)
+                    if several
+                    else dtensor_local.as_dtensor_like(error, param)
                 )
             if "q" in kept and isinstance(param, DTensor):
                 over_shards = [Replicate(), Replicate() if self._num_shards == 1 else Shard(0)]
@@ -153,5 +147,5 @@ class GradientCompression(SiteSync):
             if error is not None:
                 self._state[param] = {"error": to_local(error).to(device)}
             if error is not None and q is not None and isinstance(param, DTensor):
-                rows = to_local(match_layout(q, param, [Replicate()] * param.device_mesh.ndim))
+                rows = to_local(dtensor_local.match_layout(q, param, [Replicate()] * param.device_mesh.ndim))
                 self._state[param]["q"] = rows[self._shard % len(rows)].to(device)

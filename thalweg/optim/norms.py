@@ -28,15 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from thalweg.device import widest_float
-from thalweg.optim import foreach
-from thalweg.optim.dtensor_local import (
-    ShardGroups,
-    all_reduce_tensors_,
-    get_shard_groups,
-    local_grad,
-    to_local,
-    upcast_half,
-)
+from thalweg.optim import dtensor_local, foreach
 from thalweg.utils.dtypes import HALF_DTYPES
 
 ROW_LENGTH = 4096
@@ -136,10 +128,10 @@ def compute_row_norms(piece: Tensor) -> RowNorms:
     """Return (norms of full rows of ``ROW_LENGTH`` elements, what is left over); on the CPU."""
     flat = piece.reshape(-1)  # the order of a sum hangs on the shape
     if piece.numel() < 2 * ROW_LENGTH:
-        return [], [upcast_half(flat)]
+        return [], [dtensor_local.upcast_half(flat)]
     full_size = flat.numel() // ROW_LENGTH * ROW_LENGTH
     rest = flat[full_size:]
-    return full_row_norms(flat[:full_size]), [upcast_half(rest)] if rest.numel() else []
+    return full_row_norms(flat[:full_size]), [dtensor_local.upcast_half(rest)] if rest.numel() else []
 
 
 def full_row_norms(flat: Tensor) -> list[Tensor]:
@@ -178,16 +170,16 @@ def global_grad_norm(
     The result is inf or NaN exactly if some gradient is (fp64 gradients: also if the norm exceeds 1e154).
     """
     params, partial_norms = list(params), partial_norms or {}
-    buckets: dict[tuple[ShardGroups, bool], dict[torch.device, list[NormInput]]] = {}
-    for param, shard_groups in zip(params, get_shard_groups(params), strict=True):
+    buckets: dict[tuple[dtensor_local.ShardGroups, bool], dict[torch.device, list[NormInput]]] = {}
+    for param, shard_groups in zip(params, dtensor_local.get_shard_groups(params), strict=True):
         is_replicated = replicate_group is not None and not isinstance(param, DTensor)
         by_device = buckets.setdefault((shard_groups, is_replicated), {})
         piece = partial_norms.get(param)
-        if piece is None and param.grad is not None and (grad := local_grad(param)).numel():
+        if piece is None and param.grad is not None and (grad := dtensor_local.local_grad(param)).numel():
             piece = grad
         if piece is not None:
             by_device.setdefault(piece.device, []).append(piece)
-    device = to_local(params[0]).device if params else torch.device("cpu")
+    device = dtensor_local.to_local(params[0]).device if params else torch.device("cpu")
     rows = torch.zeros(max(1, len(buckets)), dtype=widest_float(device), device=device)
     reduce_groups = []
     for row, ((shard_groups, is_replicated), by_device) in zip(rows, buckets.items(), strict=False):
@@ -198,7 +190,7 @@ def global_grad_norm(
             if dist.get_rank(replicate_group) > 0:  # one copy counts, the others only if they are not finite
                 row.copy_(torch.where(row.isfinite(), torch.zeros_like(row), row))
         reduce_groups.append(shard_groups)
-    all_reduce_tensors_(rows.unbind()[: len(reduce_groups)], reduce_groups)
+    dtensor_local.all_reduce_tensors_(rows.unbind()[: len(reduce_groups)], reduce_groups)
     return rows.sum() ** 0.5
 
 

@@ -11,14 +11,8 @@ from torch import nn
 from thalweg.activation_checkpointing.apply import default_nvme_path
 from thalweg.config import Config
 from thalweg.config.schema.base import replace_by_path
+from thalweg.plan import extrapolate
 from thalweg.plan.comm_volume import estimate_comm_volume
-from thalweg.plan.extrapolate import (
-    align_segments,
-    build_timeline,
-    find_repeated_blocks,
-    get_highest_segment,
-    measure_extrapolated,
-)
 from thalweg.plan.formulas import transformer_activation_bytes, zero_state_bytes
 from thalweg.plan.inputs.input_spec import InputSpec, infer_input_spec, input_spec_from_example
 from thalweg.plan.inputs.model_loader import MetaModel, load_meta_model
@@ -81,7 +75,7 @@ class Planner:
             unmodelled_keys.append("tensor_parallel.autotp_size")
         input_spec = self._input_spec(model, run_spec)
         timelines: list[list[MemorySample]] = []
-        repeated_blocks = find_repeated_blocks(model)
+        repeated_blocks = extrapolate.find_repeated_blocks(model)
         holes: list[int] = []  # of a device's allocator: as many in a deep model as in a shallow one
 
         def measure(shallow_model: nn.Module) -> dict[str, Any]:
@@ -103,7 +97,7 @@ class Planner:
             if self.cluster.device != "cpu":
                 holes.append(replayed.peak.fragmentation)
             return {
-                "segments": align_segments(replayed.segments, depths),
+                "segments": extrapolate.align_segments(replayed.segments, depths),
                 "double_counted": {"bytes": replayed.double_counted_bytes},
                 "tiers": replayed.tiers,
                 "memory": asdict(replayed.peak),
@@ -114,7 +108,9 @@ class Planner:
 
         # Buffers and paged units fill up at some depth: no line goes through that.
         try:
-            costs = measure_extrapolated(self.meta_model.copy_model, measure, full_model=run_spec.low_memory)
+            costs = extrapolate.measure_extrapolated(
+                self.meta_model.copy_model, measure, full_model=run_spec.low_memory
+            )
         except ValueError as error:
             if run_spec.sp_size == 1:
                 raise
@@ -122,13 +118,15 @@ class Planner:
             run_spec = replace(run_spec, sp_size=1)
             unmodelled_keys.append("sequence_parallel_size")
             timelines.clear()
-            costs = measure_extrapolated(self.meta_model.copy_model, measure, full_model=run_spec.low_memory)
+            costs = extrapolate.measure_extrapolated(
+                self.meta_model.copy_model, measure, full_model=run_spec.low_memory
+            )
         seconds, bottleneck = combine_times(costs["time"], self.cluster)
         is_full_depth, cluster = len(timelines) == 1, self.cluster
         if is_full_depth:
             per_rank = MemoryBreakdown(**costs["memory"])
         else:
-            per_rank = get_highest_segment(costs["segments"])
+            per_rank = extrapolate.get_highest_segment(costs["segments"])
             per_rank = replace(per_rank, fragmentation=max(holes, default=per_rank.fragmentation))
         if cluster.device == "cpu":
             groups = cluster.devices_per_node // run_spec.topology.ranks_per_node  # each has shared memory of its own
@@ -152,7 +150,7 @@ class Planner:
             * run_spec.topology.world_size
             // run_spec.sp_size,
             world_size=self.cluster.world_size,
-            timeline=timelines[0] if is_full_depth else build_timeline(costs["segments"]),
+            timeline=timelines[0] if is_full_depth else extrapolate.build_timeline(costs["segments"]),
             not_counted=unmodelled_keys,
             assumptions=self._list_assumptions(is_deferred),
             warnings=self._list_warnings(run_spec, unmodelled_keys),

@@ -22,18 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg.config import Config
 from thalweg.optim import build_optimizer
+from thalweg.plan import runtime
 from thalweg.plan.inputs.input_spec import InputSpec, infer_input_spec, input_spec_from_call
 from thalweg.plan.inputs.model_loader import MetaModel
 from thalweg.plan.planner import Planner
 from thalweg.plan.result import Plan, format_byte_table, format_changes
-from thalweg.plan.runtime import (
-    build_job_cluster,
-    find_memory_limit,
-    get_topology,
-    measure_process_bytes,
-    skip_memory_check,
-    try_meta_copy,
-)
+from thalweg.plan.runtime import skip_memory_check
 from thalweg.plan.search.search import suggest
 from thalweg.plan.spec.run_spec import RunSpec, get_tp_size, run_spec_from_config, unmodelled_options, with_optimizer
 from thalweg.plan.trace.step import build_param_specs, resident_params, shard_bytes
@@ -73,14 +67,14 @@ class Preflight:
         self.mode = config.memory.preflight
         config = with_optimizer(config, optimizer)
         self._config, self._device = config, device
-        self._topology = get_topology(mesh, device, get_tp_size(config))
+        self._topology = runtime.get_topology(mesh, device, get_tp_size(config))
         # Where shards, gradients and optimizer state lie between two steps.
         on_host = shards_on_host(config.zero_optimization, device.type == "cpu")
         self._state_device = torch.device("cpu") if on_host else device
         groups = [mesh.size(), get_tp_size(config)]
-        self._process_bytes = measure_process_bytes(model, self._state_device, groups)
-        self._rank_process_bytes = measure_process_bytes(model, device, groups)
-        limit_bytes = find_memory_limit(config, self._state_device, self._num_local_ranks, resident_bytes())
+        self._process_bytes = runtime.measure_process_bytes(model, self._state_device, groups)
+        self._rank_process_bytes = runtime.measure_process_bytes(model, device, groups)
+        limit_bytes = runtime.find_memory_limit(config, self._state_device, self._num_local_ranks, resident_bytes())
         self._meta_model: MetaModel | None = None
         self._state_bytes = 0
         unmodelled = unmodelled_options(config)
@@ -97,7 +91,7 @@ class Preflight:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=mesh.get_group())
             exceeds_limit = bool(flag.item())
         if exceeds_limit or self._needs_batch_check():
-            self._meta_model = try_meta_copy(model)
+            self._meta_model = runtime.try_meta_copy(model)
         if exceeds_limit:
             inputs = _try_infer_inputs(model, config) if self._state_device == self._device else None
             self._reject(None, inputs)
@@ -183,7 +177,7 @@ class Preflight:
 
     def _build_planner(self, input_spec: InputSpec) -> Planner:
         assert self._meta_model is not None
-        cluster = build_job_cluster(self._topology, self._device, self._limit_bytes, self._config)
+        cluster = runtime.build_job_cluster(self._topology, self._device, self._limit_bytes, self._config)
         micro = int(self._config.train_micro_batch_size_per_gpu)
         planner = Planner(self._meta_model, cluster, input_spec, None, self._rank_process_bytes, micro_batch=micro)
         deferred = not self._meta_model.is_materialized

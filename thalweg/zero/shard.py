@@ -48,6 +48,7 @@ from thalweg.zero.meshes import (
     single_rank_mesh,
 )
 from thalweg.zero.policy import Precision, ZeroPolicy
+from thalweg.zero.storage import nvme
 from thalweg.zero.storage.base import (
     FSDPStorage,
     ParameterStorage,
@@ -57,14 +58,6 @@ from thalweg.zero.storage.base import (
     WholeStorage,
     describe_uneven_shards,
     max_unit_grad_bytes,
-)
-from thalweg.zero.storage.nvme import (
-    NvmeStorage,
-    ParamPaging,
-    build_param_paging,
-    get_offload_messages,
-    pins_grads,
-    shards_on_host,
 )
 from thalweg.zero.tp_layout import TensorParallelLayout
 from thalweg.zero.units import UnitPolicy, find_units, with_large_leaves
@@ -162,7 +155,7 @@ class ShardedModel:
         shard_storages: Mapping[str, ShardStorage],
         collectives: Collectives,
         other_params: Sequence[ScalarParams | ZeroExpertParams],
-        paging: ParamPaging | None = None,
+        paging: nvme.ParamPaging | None = None,
         sites: DeviceMesh | None = None,
     ) -> None:
         self.module, self.options, self.device, self.groups = module, options, device, groups
@@ -170,7 +163,7 @@ class ShardedModel:
         self.paging, self.sites = paging, sites
         self.swap = None if paging is None else paging.swap  # where masters lie that are not in memory
         self.replica_sync = collectives.spec.sync
-        self.option_messages = collectives.option_messages | get_offload_messages(options.zero, device)
+        self.option_messages = collectives.option_messages | nvme.get_offload_messages(options.zero, device)
         self._policy, self._collectives, self._divisor = options.policy, collectives, collectives.spec.divisor
         self._world_size = mesh.size()
         self._storages, self._shard_storages, self._other_params = storages, shard_storages, other_params
@@ -473,8 +466,8 @@ def shard_model(
     blocks = find_units(model, options.unit_policy)
     # Pieces of tensor ranks differ in size, and a head's logits stay in pieces: neither makes a unit.
     units = blocks if pages_params or tp_layout is not None else with_large_leaves(model, blocks)
-    on_host = shards_on_host(zero, device.type == "cpu")
-    pin_shard = on_host and pins_grads(zero)
+    on_host = nvme.shards_on_host(zero, device.type == "cpu")
+    pin_shard = on_host and nvme.pins_grads(zero)
     reduce_dtype = options.precision.reduce_dtype
     spec = CollectivesSpec(
         shard_mesh,
@@ -496,7 +489,7 @@ def shard_model(
     if kind == "wire":
         units = blocks
     rank = 0 if replicate else shard_mesh.get_local_rank()
-    paging = build_param_paging(
+    paging = nvme.build_param_paging(
         param_specs,
         units,
         zero,
@@ -537,7 +530,7 @@ def shard_model(
     ignored = {p for p in model.parameters() if p.ndim == 0 or is_expert_param(p)} or None
     common_kwargs: dict[str, Any] = {"mesh": fsdp_mesh, "ignored_params": ignored}
     if on_host:
-        common_kwargs["offload_policy"] = CPUOffloadPolicy(pins_grads(zero))
+        common_kwargs["offload_policy"] = CPUOffloadPolicy(nvme.pins_grads(zero))
     with private_api.sharding_any_dtype():
         fp32_mp_policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         for name in options.fp32_modules:
@@ -582,7 +575,7 @@ def shard_model(
     unit_storages: list[ParameterStorage] = []
     if paging is not None:
         paged = [group for group in groups if group.name in paged_units]
-        unit_storages.append(NvmeStorage(paged, storages_by_group, paging))
+        unit_storages.append(nvme.NvmeStorage(paged, storages_by_group, paging))
     resident, sync = [group for group in groups if group.name not in paged_units], collectives.cross_host_sync
     storage_type = WholeStorage if shows_whole else ResidentStorage
     if kind == "wire" and not shows_whole:

@@ -23,13 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thalweg.comm.collectives.quantized import (
-    PayloadFormatFn,
-    all_gather_packed,
-    all_gather_payloads,
-    pack_values,
-    unpack_values,
-)
+from thalweg.comm.collectives import quantized
 from thalweg.comm.collectives.reducer import ReduceOptions, ReplicatedReducer, sum_rows
 from thalweg.comm.collectives.shared_memory import SharedMemoryArena, SharedMemoryReducer, SharedMemoryRing
 from thalweg.comm.collectives.wire import AllToAllReduce, WireAllGather, all_gather_flat, all_to_all_rows
@@ -127,7 +121,7 @@ class HierarchicalAllGather:
         ring: SharedMemoryRing,
         name: str,
         ledger: CommsLog,
-        payload_format_fn: PayloadFormatFn,
+        payload_format_fn: quantized.PayloadFormatFn,
     ) -> None:
         """``payload_format_fn``: the codes in which shards go between hosts."""
         self._hosts, self._ring, self._name, self._ledger = hosts, ring, name, ledger
@@ -145,7 +139,7 @@ class HierarchicalAllGather:
             rows = output_tensor.view(world_size, -1)
             payload_format = self._payload_format_fn(input_tensor.numel(), input_tensor.dtype)
             peer_rows = [rows[rank] for rank in hosts.peer_ranks]
-            num_bytes = all_gather_packed(input_tensor, payload_format, peer_rows, hosts.inter_host_group)
+            num_bytes = quantized.all_gather_packed(input_tensor, payload_format, peer_rows, hosts.inter_host_group)
             call.add_bytes(*hosts.inter_host_topology.ring_bytes(num_bytes))
             self._ring.publish_shared_output(self._name)
             call.add_bytes((hosts.num_local_ranks - 1) * hosts.num_hosts * input_tensor.nbytes)
@@ -155,7 +149,9 @@ class HierarchicalAllGather:
 class TwoLevelAllGather(WireAllGather):
     """All-gather over links at both levels (MiCS): shards between hosts once, then inside each host."""
 
-    def __init__(self, hosts: HostGroups, name: str, ledger: CommsLog, payload_format_fn: PayloadFormatFn) -> None:
+    def __init__(
+        self, hosts: HostGroups, name: str, ledger: CommsLog, payload_format_fn: quantized.PayloadFormatFn
+    ) -> None:
         super().__init__(name, ledger)
         self._hosts, self._payload_format_fn = hosts, payload_format_fn
         self._rank_order = list(chain.from_iterable(hosts.ranks_by_local_rank))
@@ -166,14 +162,16 @@ class TwoLevelAllGather(WireAllGather):
         size, hosts = group.size(), self._hosts
         with self._ledger.timed("all_gather", self._name, "wire", output_tensor.nbytes, size) as call:
             payload_format = self._payload_format_fn(input_tensor.numel(), input_tensor.dtype)
-            sent = pack_values(input_tensor, payload_format)
-            peers = all_gather_payloads(sent, hosts.inter_host_group, hosts.num_hosts).view(-1)
-            payloads = all_gather_payloads(peers, hosts.intra_host_group, hosts.num_local_ranks).view(size, -1)
+            sent = quantized.pack_values(input_tensor, payload_format)
+            peers = quantized.all_gather_payloads(sent, hosts.inter_host_group, hosts.num_hosts).view(-1)
+            payloads = quantized.all_gather_payloads(peers, hosts.intra_host_group, hosts.num_local_ranks).view(
+                size, -1
+            )
             call.add_bytes(*hosts.inter_host_topology.ring_bytes(sent.numel()))
             call.add_bytes(*hosts.intra_host_topology.ring_bytes(peers.numel()))
             rows = output_tensor.view(size, -1)
             for rank, payload in zip(self._rank_order, payloads, strict=True):
-                unpack_values(payload, payload_format, rows[rank])
+                quantized.unpack_values(payload, payload_format, rows[rank])
         return None
 
 

@@ -25,18 +25,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from thalweg.device import widest_float
-from thalweg.optim.dtensor_local import (
-    ShardGroups,
-    StepMixin,
-    all_reduce_tensors_,
-    default_state_dtype,
-    get_sharded_axes,
-    match_layout,
-    sharded_dim,
-    to_local,
-    working_copies,
-    zeros_state_like,
-)
+from thalweg.optim import dtensor_local
+from thalweg.optim.dtensor_local import all_reduce_tensors_, to_local
 from thalweg.optim.norms import square_sums
 from thalweg.zero.full_state_dict import make_dtensor
 
@@ -56,13 +46,13 @@ class _AdafactorParam:
         eps1 = self.group["eps"][0]
         self.eps1 = torch.finfo(self.work.dtype).eps if eps1 is None else eps1
 
-    def shard_groups(self, dim: int | None = None) -> ShardGroups:
+    def shard_groups(self, dim: int | None = None) -> dtensor_local.ShardGroups:
         """Return the groups over which a sum along ``dim`` (None: over everything) has to be completed."""
-        axes = get_sharded_axes(self.param)
+        axes = dtensor_local.get_sharded_axes(self.param)
         return tuple(group for group, cut in axes if dim is None or cut == dim % self.param.ndim)
 
 
-class Adafactor(StepMixin, torch.optim.Adafactor):
+class Adafactor(dtensor_local.StepMixin, torch.optim.Adafactor):
     """``torch.optim.Adafactor`` with its means and norms taken over logical parameters."""
 
     def _update_params(self) -> None:
@@ -70,7 +60,7 @@ class Adafactor(StepMixin, torch.optim.Adafactor):
             items = []
             for group in self.param_groups:
                 params = [p for p in group["params"] if p.grad is not None]
-                work, grads = stack.enter_context(working_copies(params))
+                work, grads = stack.enter_context(dtensor_local.working_copies(params))
                 for param, piece, grad in zip(params, work, grads, strict=True):
                     grad = -grad if group["maximize"] else grad
                     items.append(_AdafactorParam(group, param, piece, grad, self._get_state(param)))
@@ -84,9 +74,9 @@ class Adafactor(StepMixin, torch.optim.Adafactor):
             state["step"] = torch.tensor(0.0, device="cpu")
             state.update({key: _new_factor(param, dim) for key, dim in factors.items()})
             if not factors:
-                state["variance"] = zeros_state_like(param)
+                state["variance"] = dtensor_local.zeros_state_like(param)
         for key, dim in factors.items():
-            state[key] = match_layout(state[key], param, _factor_placements(param, dim))
+            state[key] = dtensor_local.match_layout(state[key], param, _factor_placements(param, dim))
         state["step"] += 1
         return state
 
@@ -139,12 +129,14 @@ def _square_sums(pieces: Sequence[Tensor]) -> list[Tensor]:
 
 def _factor_placements(param: Tensor, mean_dim: int) -> list[Placement]:
     removed_dim, placements = mean_dim % param.ndim, getattr(param, "placements", ())
-    return [Replicate() if sharded_dim(p) == removed_dim else p for p in placements]
+    return [Replicate() if dtensor_local.sharded_dim(p) == removed_dim else p for p in placements]
 
 
 def _new_factor(param: Tensor, mean_dim: int) -> Tensor:
     """Return zeros for the factor that has ``param``'s dim ``mean_dim`` averaged away."""
-    piece = to_local(param).new_zeros(_with_one(to_local(param).shape, mean_dim), dtype=default_state_dtype(param))
+    piece = to_local(param).new_zeros(
+        _with_one(to_local(param).shape, mean_dim), dtype=dtensor_local.default_state_dtype(param)
+    )
     if not isinstance(param, DTensor):
         return piece
     return make_dtensor(piece, _factor_placements(param, mean_dim), param, _with_one(param.shape, mean_dim))

@@ -18,16 +18,9 @@ import torch
 from torch import Tensor
 
 from thalweg.device import widest_float
-from thalweg.optim import foreach
+from thalweg.optim import dtensor_local, foreach
 from thalweg.optim.algorithms.lion import check_hyperparameters
-from thalweg.optim.dtensor_local import (
-    StepMixin,
-    all_reduce_tensors_,
-    get_shard_groups,
-    to_local,
-    working_copies,
-    zeros_state_like,
-)
+from thalweg.optim.dtensor_local import to_local
 from thalweg.optim.norms import square_sums
 
 
@@ -35,10 +28,13 @@ def init_adam_state(state: dict[str, Any], param: Tensor, num_steps: float) -> N
     """Moments of a parameter that has none, and its count of steps."""
     if "exp_avg" not in state:
         state["step"] = torch.tensor(float(num_steps), device="cpu")
-        state["exp_avg"], state["exp_avg_sq"] = zeros_state_like(param), zeros_state_like(param)
+        state["exp_avg"], state["exp_avg_sq"] = (
+            dtensor_local.zeros_state_like(param),
+            dtensor_local.zeros_state_like(param),
+        )
 
 
-class Lamb(StepMixin, torch.optim.Optimizer):
+class Lamb(dtensor_local.StepMixin, torch.optim.Optimizer):
     """LAMB (arXiv:1904.00962, algorithm 2), with DeepSpeed's clamp on the trust ratio.
 
     A parameter or a direction of norm zero has a ratio of 1. ``bias_correction=False`` uses the moments as
@@ -82,7 +78,7 @@ class Lamb(StepMixin, torch.optim.Optimizer):
             stepped = []
             for group in self.param_groups:
                 if params := [p for p in group["params"] if p.grad is not None]:
-                    work, grads = stack.enter_context(working_copies(params))
+                    work, grads = stack.enter_context(dtensor_local.working_copies(params))
                     stepped.append((group, params, work, self._directions(group, params, work, grads)))
             every_param = [p for group in self.param_groups for p in group["params"]]
             position = {id(p): i for i, p in enumerate(every_param)}
@@ -93,11 +89,11 @@ class Lamb(StepMixin, torch.optim.Optimizer):
                 chosen = torch.tensor([position[id(p)] for p in params], device=rows.device)
                 sums = torch.stack([square_sums(work), square_sums(directions)], dim=1)
                 rows.index_copy_(0, chosen, sums.to(rows.device))
-            shard_groups = get_shard_groups(every_param)
+            shard_groups = dtensor_local.get_shard_groups(every_param)
             if len(set(shard_groups)) == 1:  # as a rule: then all rows are one tensor
-                all_reduce_tensors_([rows], shard_groups[:1])
+                dtensor_local.all_reduce_tensors_([rows], shard_groups[:1])
             else:
-                all_reduce_tensors_(rows.unbind(), shard_groups)
+                dtensor_local.all_reduce_tensors_(rows.unbind(), shard_groups)
             norms = rows.sqrt().tolist()
             for group, params, work, directions in stepped:
                 ratios = [self._clamped_trust_ratio(group, *norms[position[id(p)]]) for p in params]

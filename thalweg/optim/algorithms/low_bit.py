@@ -15,22 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thalweg.optim.algorithms import moment_codec
 from thalweg.optim.algorithms.fused_adam import AbstractAdam, fused_adam_step
 from thalweg.optim.algorithms.lion import Lion, lion_step
-from thalweg.optim.algorithms.moment_codec import (
-    ADAM_MOMENTS,
-    SCALE_SUFFIX,
-    check_state_dtype,
-    convert_moments,
-    dequantize_moment,
-    get_stored_dtype,
-    hash_noise,
-    is_signed,
-    quantize_moment,
-    row_length,
-    stochastic_round_into,
-    zeros_moment,
-)
 from thalweg.optim.dtensor_local import StepMixin, local_grad, to_local, upcast_half
 
 CHUNK_ELEMENTS = 1 << 18
@@ -42,10 +29,10 @@ class _LowBitOptimizer(StepMixin, torch.optim.Optimizer):
     """What the three have in common.  State: each moment, in int8 ``<moment>_scale`` too, and ``step``."""
 
     keeps_saved_dtype = True
-    moments = ADAM_MOMENTS
+    moments = moment_codec.ADAM_MOMENTS
 
     def __init__(self, params: Any, *options: Any, state_dtype: str = "int8", **hyper: Any) -> None:
-        check_state_dtype(type(self).__name__.removeprefix("LowBit"), state_dtype)
+        moment_codec.check_state_dtype(type(self).__name__.removeprefix("LowBit"), state_dtype)
         super().__init__(params, *options, **hyper)
         self.defaults["state_dtype"] = state_dtype
         for group in self.param_groups:
@@ -61,20 +48,24 @@ class _LowBitOptimizer(StepMixin, torch.optim.Optimizer):
         state, dtype_name = self.state[param], group["state_dtype"]
         for moment in self.moments:
             if moment not in state:
-                state |= zeros_moment(param, moment, dtype_name)
-        convert_moments(param, state, dtype_name, self.moments)
+                state |= moment_codec.zeros_moment(param, moment, dtype_name)
+        moment_codec.convert_moments(param, state, dtype_name, self.moments)
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
         state["step"] += 1
-        piece, count, in_blocks = to_local(param), int(state["step"]), get_stored_dtype(param, dtype_name) == "int8"
+        piece, count, in_blocks = (
+            to_local(param),
+            int(state["step"]),
+            moment_codec.get_stored_dtype(param, dtype_name) == "int8",
+        )
         if piece.numel() == 0:
             return
         moments = [to_local(state[moment]) for moment in self.moments]
-        scales = [to_local(state[moment + SCALE_SUFFIX]) if in_blocks else None for moment in self.moments]
+        scales = [to_local(state[moment + moment_codec.SCALE_SUFFIX]) if in_blocks else None for moment in self.moments]
         grad = local_grad(param).reshape(-1)
         contiguous = [tensor.contiguous() for tensor in (piece, *moments)]
         flat, *stored = (tensor.view(-1) for tensor in contiguous)
-        row = row_length(param) if in_blocks else 1
+        row = moment_codec.row_length(param) if in_blocks else 1
         most = CHUNK_ELEMENTS if flat.device.type == "cpu" else ACCELERATOR_CHUNK_ELEMENTS
         size = max(row, most // row * row)
         for start in range(0, flat.numel(), size):
@@ -85,7 +76,7 @@ class _LowBitOptimizer(StepMixin, torch.optim.Optimizer):
             work = upcast_half(flat[chunk])
             chunk_grad = grad[chunk].to(work.dtype)
             in_bf16 = codes_of[0].dtype == torch.bfloat16
-            noise = hash_noise(chunk_grad, work, count) if in_bf16 else None  # of the weights as they were
+            noise = moment_codec.hash_noise(chunk_grad, work, count) if in_bf16 else None  # of the weights as they were
             wide: list[Tensor] = []
             for moment, codes, scale in zip(self.moments, codes_of, scales_of, strict=True):
                 if scale is None:
@@ -93,14 +84,18 @@ class _LowBitOptimizer(StepMixin, torch.optim.Optimizer):
                 else:
                     wide.append(torch.empty(codes.shape, dtype=torch.float32, device=codes.device))
                     num_rows = scale.shape[0]
-                    dequantize_moment(codes.view(num_rows, -1), scale, is_signed(moment), wide[-1].view(num_rows, -1))
+                    moment_codec.dequantize_moment(
+                        codes.view(num_rows, -1), scale, moment_codec.is_signed(moment), wide[-1].view(num_rows, -1)
+                    )
             self._update(group, work, chunk_grad, wide, count)
             for moment, codes, scale, updated in zip(self.moments, codes_of, scales_of, wide, strict=True):
                 if scale is not None:
                     num_rows = scale.shape[0]
-                    quantize_moment(updated.view(num_rows, -1), codes.view(num_rows, -1), scale, is_signed(moment))
+                    moment_codec.quantize_moment(
+                        updated.view(num_rows, -1), codes.view(num_rows, -1), scale, moment_codec.is_signed(moment)
+                    )
                 elif noise is not None:
-                    stochastic_round_into(updated, codes, noise)
+                    moment_codec.stochastic_round_into(updated, codes, noise)
                     noise = noise.bitwise_left_shift(16)  # the lower half serves the second moment
             if work.dtype != flat.dtype:
                 flat[chunk].copy_(work)
@@ -127,7 +122,7 @@ class LowBitAdam(_LowBitOptimizer, AbstractAdam):
 class LowBitLion(_LowBitOptimizer, Lion):
     """Lion (see ``lion.py``) with ``exp_avg`` in ``state_dtype``."""
 
-    moments = ADAM_MOMENTS[:1]
+    moments = moment_codec.ADAM_MOMENTS[:1]
 
     def _update(self, group: dict[str, Any], param: Tensor, grad: Tensor, moments: list[Tensor], count: int) -> None:
         lion_step(group, [param], [grad], moments)

@@ -28,26 +28,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.adamw import adamw
 
+from thalweg.optim import dtensor_local
 from thalweg.optim.algorithms.distributed_matrices import MatrixSharding, compute_on_owners, get_matrix_sharding
 from thalweg.optim.algorithms.elementwise import has_fused_kernel
 from thalweg.optim.algorithms.lamb import init_adam_state
 from thalweg.optim.algorithms.lion import check_hyperparameters
 from thalweg.optim.algorithms.muon_params import split_group
 from thalweg.optim.algorithms.newton_schulz import COEFFICIENTS, METHODS, orthogonalize
-from thalweg.optim.dtensor_local import (
-    StepMixin,
-    as_dtensor_like,
-    local_grad,
-    to_local,
-    upcast_half,
-    working_copies,
-    zeros_state_like,
-)
+from thalweg.optim.dtensor_local import to_local
 from thalweg.parallel_dims import control_group
 from thalweg.utils.dtypes import parse_dtype
 
 
-class Muon(StepMixin, torch.optim.Optimizer):
+class Muon(dtensor_local.StepMixin, torch.optim.Optimizer):
     """Muon on hidden matrices, AdamW on the others.
 
     ``lr`` is for both, ``muon_lr`` and ``adam_lr`` go before it; without any of them 0.02 and 3e-4
@@ -171,7 +164,7 @@ class Muon(StepMixin, torch.optim.Optimizer):
         """A layout that ``distributed_matrices.py`` does not know: every rank gathers and computes all of it."""
         assert isinstance(param, DTensor)
         mesh, placements = param.device_mesh, param.placements
-        direction = as_dtensor_like(self._update_momentum(group, param)(), param)
+        direction = dtensor_local.as_dtensor_like(self._update_momentum(group, param)(), param)
         assert isinstance(direction, DTensor)
         full_matrix = direction.full_tensor()
         result = DTensor.from_local(self._orthogonalize(group, full_matrix), mesh, [Replicate()] * mesh.ndim)
@@ -181,9 +174,9 @@ class Muon(StepMixin, torch.optim.Optimizer):
         """Update the momentum of the local piece; returns what gives the piece to orthogonalise."""
         state = self.state[param]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = zeros_state_like(param)
+            state["momentum_buffer"] = dtensor_local.zeros_state_like(param)
         buffer, momentum = to_local(state["momentum_buffer"]), group["momentum"]
-        grad = torch.zeros_like(buffer) if param.grad is None else local_grad(param).to(buffer.dtype)
+        grad = torch.zeros_like(buffer) if param.grad is None else dtensor_local.local_grad(param).to(buffer.dtype)
         buffer.lerp_(grad, 1 - momentum)
         return (lambda: grad.lerp(buffer, momentum)) if group["nesterov"] else (lambda: buffer)
 
@@ -209,7 +202,7 @@ class Muon(StepMixin, torch.optim.Optimizer):
             scale = 0.2 * math.sqrt(max(rows, cols))
         lr = float(group["lr"])
         piece = to_local(param)
-        work = upcast_half(piece)
+        work = dtensor_local.upcast_half(piece)
         work.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * scale)
         if work is not piece:
             piece.copy_(work)
@@ -228,5 +221,5 @@ class Muon(StepMixin, torch.optim.Optimizer):
         options = {"eps": group["eps"], "lr": float(group["lr"]), "weight_decay": group["weight_decay"]}
         options["beta1"], options["beta2"] = group["betas"]
         steps = [state["step"] for state in states]
-        with working_copies(params) as (work, grads):
+        with dtensor_local.working_copies(params) as (work, grads):
             adamw(work, grads, first, second, [], steps, fused=fused, amsgrad=False, maximize=False, **options)

@@ -34,18 +34,10 @@ import torch
 from torch import Tensor
 
 from thalweg.config.schema.zero import ZenFlow
+from thalweg.optim import dtensor_local
 from thalweg.optim.algorithms.fused_adam import AbstractAdam, fused_adam_step
 from thalweg.optim.algorithms.lamb import init_adam_state
-from thalweg.optim.dtensor_local import (
-    all_reduce_tensors_,
-    as_dtensor_like,
-    get_shard_groups,
-    local_grad,
-    sharded_dim,
-    to_local,
-    upcast_half,
-    zeros_state_like,
-)
+from thalweg.optim.dtensor_local import to_local
 
 _CHUNK_ELEMENTS = 1 << 18
 
@@ -184,14 +176,14 @@ class ZenFlowAdam(AbstractAdam):
         init_adam_state(state, param, 0)
         if "delayed" not in state and _can_split_columns(param):
             columns = param.numel() // param.shape[0]
-            state["delayed"] = zeros_state_like(param)
+            state["delayed"] = dtensor_local.zeros_state_like(param)
             state["waiting"] = torch.zeros((), dtype=torch.float32)
             state["selected"] = torch.zeros(columns, dtype=torch.bool, device=piece.device)
             state["column_steps"] = state["step"].to(piece.device).expand(columns).clone()
         state["step"] += 1
-        work = upcast_half(piece).contiguous()
+        work = dtensor_local.upcast_half(piece).contiguous()
         shape = (piece.shape[0], -1) if piece.ndim > 1 and piece.numel() else (piece.numel(), 1)
-        grad = local_grad(param).to(work.dtype).reshape(shape)
+        grad = dtensor_local.local_grad(param).to(work.dtype).reshape(shape)
         return _ZenFlowParam(group, param, state, work.view(shape), grad, work is not piece)
 
     def _step_by_column(self, parts: Sequence[_ZenFlowParam]) -> None:
@@ -223,7 +215,7 @@ class ZenFlowAdam(AbstractAdam):
     def _select_columns(self, parts: Sequence[_ZenFlowParam]) -> None:
         """Take the columns with the largest gradients; one collective for each process group."""
         norms = [part.grad.square().sum(0) for part in parts]
-        all_reduce_tensors_(norms, get_shard_groups(part.param for part in parts))
+        dtensor_local.all_reduce_tensors_(norms, dtensor_local.get_shard_groups(part.param for part in parts))
         for part, norm in zip(parts, norms, strict=True):
             count = max(1, round(self.policy.topk_ratio * norm.numel()))
             # Ties go to the smaller index, so that every rank and device selects alike.
@@ -239,7 +231,7 @@ class ZenFlowAdam(AbstractAdam):
             selected_mean = part.grad[:, chosen].square().sum() / max(1, int(chosen.sum()))
             deferred_mean = part.matrix("delayed").square().sum() / max(1, int((~chosen).sum()))
             pairs.append(torch.stack([deferred_mean, selected_mean]))
-        all_reduce_tensors_(pairs, get_shard_groups(part.param for part in parts))
+        dtensor_local.all_reduce_tensors_(pairs, dtensor_local.get_shard_groups(part.param for part in parts))
         deferred_mean, selected_mean = torch.stack(pairs).sum(0).tolist()
         return deferred_mean >= self.policy.auto_ratio * selected_mean
 
@@ -248,7 +240,7 @@ class ZenFlowAdam(AbstractAdam):
         for part in parts:
             pending, weight, state = torch.zeros_like(part.weight), part.weight, part.state
             shape = to_local(state["exp_avg"]).shape
-            state["pending"] = as_dtensor_like(pending.view(shape), state["exp_avg"])
+            state["pending"] = dtensor_local.as_dtensor_like(pending.view(shape), state["exp_avg"])
             if part.is_copy:
                 weight = weight.clone()
             part = replace(part, group=dict(part.group), weight=weight)
@@ -259,7 +251,7 @@ class ZenFlowAdam(AbstractAdam):
 
 
 def _can_split_columns(param: Tensor) -> bool:
-    sharded_dims = [sharded_dim(p) for p in getattr(param, "placements", ())]
+    sharded_dims = [dtensor_local.sharded_dim(p) for p in getattr(param, "placements", ())]
     return param.ndim > 1 and param.numel() > 0 and all(dim in (None, 0) for dim in sharded_dims)
 
 

@@ -45,13 +45,8 @@ from thalweg.ops.attention.intercept import (
     register_attention,
 )
 from thalweg.parallel.comm_group import ParallelGroup
-from thalweg.parallel.sequence.batch_split import (
-    ForwardSignature,
-    SequenceMeta,
-    build_splitter,
-    get_tokens,
-    sequence_meta_from_batch,
-)
+from thalweg.parallel.sequence import batch_split
+from thalweg.parallel.sequence.batch_split import SequenceMeta
 from thalweg.parallel.sequence.loss import SequenceParallelLoss, replace_loss_by_mean
 from thalweg.parallel.sequence.partition import SequencePartition
 from thalweg.parallel.sequence.ring_attention import MaskFn, RingAttention, RingAttentionSpec
@@ -231,7 +226,7 @@ def apply_sequence_parallel(
             f"{_CONFIG_KEYS} does not work for {type(model).__name__}, whose attention has "
             "biases by head, caps, or two sequences; set it to 1"
         )
-    signature = ForwardSignature.from_model(model)
+    signature = batch_split.ForwardSignature.from_model(model)
     if "position_ids" not in signature.arg_names:
         raise ValueError(
             f"{_CONFIG_KEYS} needs {type(model).__name__}.forward to take position_ids, as "
@@ -242,18 +237,18 @@ def apply_sequence_parallel(
         _register_attention_interface([model], attention)
     else:
         install_attention(list(blocks) or [model], attention)
-    splitter = build_splitter(model, attention.partition)
+    splitter = batch_split.build_splitter(model, attention.partition)
     inner, sp_group = type(model).forward, attention.groups.sp_group
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         batch = {**dict(zip(signature.arg_names, args, strict=False)), **kwargs}
         sequence_meta = batch.pop(SEQUENCE_META_KEY, None)
-        tokens = get_tokens(batch, signature)
+        tokens = batch_split.get_tokens(batch, signature)
         if sequence_meta is not None and sequence_meta.is_whole:
-            own = sequence_meta_from_batch(batch, signature)
+            own = batch_split.sequence_meta_from_batch(batch, signature)
             attention.sequence_meta, local_batch = replace(own, has_own_loss=True, is_whole=True), batch
         elif sequence_meta is None:
-            attention.sequence_meta = sequence_meta_from_batch(batch, signature)
+            attention.sequence_meta = batch_split.sequence_meta_from_batch(batch, signature)
             attention.verify_same_batch(tokens)
             local_batch = splitter.local_batch(batch, attention.sequence_meta.length)
         else:
