@@ -44,13 +44,8 @@ from thalweg.observe.flops_profiler import StepProfile
 from thalweg.observe.recorder import build_recorder
 from thalweg.observe.step_meter import StepMeter
 from thalweg.ops.attention.upcast import apply_upcast_sdpa
-from thalweg.optim.accumulation import (
-    AccumulationWindow,
-    LossNormalizer,
-    StepCallbacks,
-    build_loss_normalizer,
-    register_loss_scale_hooks,
-)
+from thalweg.optim import accumulation
+from thalweg.optim.accumulation import StepCallbacks
 from thalweg.optim.algorithms.onebit import MomentumLink
 from thalweg.optim.build import build_lr_scheduler, build_optimizer
 from thalweg.optim.gradient_compression import GradientCompression
@@ -99,12 +94,12 @@ class Components:
     sharded: ShardedModel
     optimizer: EngineOptimizer | None
     lr_scheduler: Any
-    window: AccumulationWindow
+    window: accumulation.AccumulationWindow
     scaler: LossScaler
     meter: StepMeter | None  # None where nobody reads what it would count
     phase_timer: PhaseTimer
     forward_context: ForwardContext
-    loss_normalizer: LossNormalizer
+    loss_normalizer: accumulation.LossNormalizer
     meshes: ParallelMeshes
     device: torch.device
     runner: PipelineRunner | None = None
@@ -175,7 +170,7 @@ def parallelize(
     mesh = meshes.fsdp
     _make_gradients_dense(model)
     model_info = get_model_info(model)
-    loss_normalizer = build_loss_normalizer(config, config.gradient_accumulation_steps, meshes, device)
+    loss_normalizer = accumulation.build_loss_normalizer(config, config.gradient_accumulation_steps, meshes, device)
     scaler = LossScaler(config.fp16)
 
     def read_loss_scale() -> float:
@@ -234,7 +229,7 @@ def parallelize(
     units = find_units(model, options.unit_policy)
     apply_sparse_attention(model, config.sparse_attention, blocks)
     close_offload = setup_activation_checkpointing(model, list(units.values()), meshes, config, device)
-    window = AccumulationWindow(
+    window = accumulation.AccumulationWindow(
         config.gradient_accumulation_steps, loss_normalizer, managed=config.managed_gradient_accumulation
     )
     curricula = apply_curriculum_seqlen(model, config, lambda: window.num_steps)
@@ -256,7 +251,7 @@ def parallelize(
         watch = HangWatch(meshes.world_group, ledger, seconds, config.health.heartbeat_seconds)
         window.add_listener(StepCallbacks(on_step=lambda _: watch.count_step(), on_close=watch.close))
     if config.fp16.enabled or config.token_weighted_loss:
-        register_loss_scale_hooks(model, window, read_loss_scale)
+        accumulation.register_loss_scale_hooks(model, window, read_loss_scale)
     # The user's optimizer over the sharded parameters, or the config's; None for a parameter that lies on another
     # rank, or was taken apart.
     params_by_name = dict(named_shards(model, remove_duplicate=False))
@@ -422,7 +417,7 @@ def _apply_compile(model: nn.Module, units: list[nn.Module], config: Config) -> 
 
 
 def _make_forward_context(
-    model: nn.Module, config: Config, device: torch.device, loss_normalizer: LossNormalizer
+    model: nn.Module, config: Config, device: torch.device, loss_normalizer: accumulation.LossNormalizer
 ) -> ForwardContext:
     section, compute_dtype = config.torch_autocast, build_precision(config).compute_dtype
     if section.enabled:

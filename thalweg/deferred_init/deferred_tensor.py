@@ -27,15 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thalweg.deferred_init.op_graph import (
-    OpTraits,
-    RecordedOp,
-    ViewRef,
-    get_op_traits,
-    get_storage_record,
-    is_meta,
-    make_view_ref,
-)
+from thalweg.deferred_init import op_graph
+from thalweg.deferred_init.op_graph import is_meta, make_view_ref
 from thalweg.deferred_init.pytree import CallSpec, flatten, flatten_call, unflatten, unflatten_call
 from thalweg.deferred_init.replay import compute_values, pause_recording_no_grad, thread_state
 from thalweg.deferred_init.tensor_swap import swap_tensors
@@ -186,8 +179,8 @@ def defer_parameter(param: Tensor, storages: dict[int, torch.UntypedStorage]) ->
     real = param.untyped_storage()
     if real._cdata not in storages:
         storages[real._cdata] = torch.empty(real.nbytes(), dtype=torch.uint8, device=META).untyped_storage()
-        storage_record = get_storage_record(storages[real._cdata])
-        storage_record.last_write = RecordedOp(None, [real], None, writes=[storage_record])
+        storage_record = op_graph.get_storage_record(storages[real._cdata])
+        storage_record.last_write = op_graph.RecordedOp(None, [real], None, writes=[storage_record])
     meta = torch.empty(0, dtype=param.dtype, device=META)
     meta.set_(storages[real._cdata], param.storage_offset(), param.size(), param.stride())
     _become_deferred(param, meta)
@@ -238,7 +231,7 @@ def _make_meta_alias(tensor: Tensor) -> Tensor:
 
 def dispatch_deferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run one operation that has a pending argument: on meta for the shapes, and recorded."""
-    traits = get_op_traits(func)
+    traits = op_graph.get_op_traits(func)
     kwargs, device = _split_device(kwargs)
     call = _OpCall(func, traits, args, kwargs)
     if device is not None:
@@ -273,7 +266,7 @@ def dispatch_deferred(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 class _OpCall:
     """One call of an operator, with its arguments flattened."""
 
-    def __init__(self, func: Any, traits: OpTraits, args: Any, kwargs: dict[str, Any]) -> None:
+    def __init__(self, func: Any, traits: op_graph.OpTraits, args: Any, kwargs: dict[str, Any]) -> None:
         self.func, self.traits = func, traits
         self.leaves, self.spec = flatten_call(args, kwargs)
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
@@ -371,9 +364,13 @@ def record_op(
     """Append an operation to the record: ``new`` are outputs by position, ``written`` arguments."""
     with pause_recording_no_grad():
         recorded = [_to_recorded_leaf(leaf) for leaf in leaves]
-    if get_op_traits(func).overwrites_first_arg and isinstance(recorded[0], ViewRef) and recorded[0].is_full:
+    if (
+        op_graph.get_op_traits(func).overwrites_first_arg
+        and isinstance(recorded[0], op_graph.ViewRef)
+        and recorded[0].is_full
+    ):
         recorded[0] = replace(recorded[0], version=None)
-    op = RecordedOp(func, recorded, spec, rng_state)
+    op = op_graph.RecordedOp(func, recorded, spec, rng_state)
     op.outputs = {position: make_view_ref(tensor) for position, tensor in new_tensors.items()}
     targets = (*map(make_view_ref, written), *op.outputs.values())
     op.writes = list(dict.fromkeys(ref.storage_record for ref in targets))

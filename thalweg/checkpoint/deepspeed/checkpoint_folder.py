@@ -29,13 +29,8 @@ from typing import Any
 
 import torch
 
-from thalweg.checkpoint.deepspeed.flat_tensors import (
-    Fragment,
-    LogicalTensor,
-    cut_concatenation,
-    cut_parameter_shares,
-    whole_fragments,
-)
+from thalweg.checkpoint.deepspeed import flat_tensors
+from thalweg.checkpoint.deepspeed.flat_tensors import Fragment, LogicalTensor
 from thalweg.checkpoint.deepspeed.torch_file import InertObject, TorchFile
 from thalweg.checkpoint.errors import CheckpointMismatchError, CorruptCheckpointError
 from thalweg.checkpoint.filesystem import FileSystem, list_if_there
@@ -222,7 +217,11 @@ class DeepSpeedFolder:
         for name, fragments in (part.model.get("frozen_param_fragments") or {}).items():
             shape = tuple(part.model["frozen_param_shapes"][name])
             shares = [model["frozen_param_fragments"][name] for model in part.models]
-            cut = next(cut_parameter_shares({name: shape}, shares))[2] if is_stage3 else whole_fragments(fragments)
+            cut = (
+                next(flat_tensors.cut_parameter_shares({name: shape}, shares))[2]
+                if is_stage3
+                else flat_tensors.whole_fragments(fragments)
+            )
             self._add(f"model/{self._place(name)[0]}", LogicalTensor.of(shape, cut, name))
         buffers = part.model.get("buffer_names")
         for name, value in module.items():
@@ -264,7 +263,7 @@ class DeepSpeedFolder:
             for number, shares in enumerate(teams):
                 for key in shares[0].vectors:
                     parts = [share.vectors.get(key, shares[0].vectors[key]) for share in shares]
-                    cut = cut_parameter_shares if is_stage3 else cut_concatenation
+                    cut = flat_tensors.cut_parameter_shares if is_stage3 else flat_tensors.cut_concatenation
                     for raw_name, shape, fragments in cut(members, parts):
                         name, row = self._place(raw_name, number * num_local)
                         self._add_row(_stored_name(key, name), row, shape, fragments)
@@ -328,7 +327,7 @@ class DeepSpeedFolder:
                         steps.append(float(value))
                         continue
                     if isinstance(value, torch.Tensor):
-                        whole = whole_fragments(value, math.prod(shape))  # a stored one may be padded
+                        whole = flat_tensors.whole_fragments(value, math.prod(shape))  # a stored one may be padded
                         self._add_row(_stored_name(key, name), None, shape, whole)
                 if steps:
                     self._add_step(name, steps[-1])

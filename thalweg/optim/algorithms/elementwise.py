@@ -13,21 +13,14 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from thalweg.optim import foreach
+from thalweg.optim import dtensor_local, foreach
 from thalweg.optim.algorithms.fused_adam import STEP_WITHOUT_CORRECTION
 from thalweg.optim.algorithms.moment_codec import SCALE_SUFFIX, convert_moments
-from thalweg.optim.dtensor_local import (
-    LocalStepMixin,
-    StepMixin,
-    as_dtensor_like,
-    default_state_dtype,
-    to_local,
-    working_copies,
-)
+from thalweg.optim.dtensor_local import LocalStepMixin
 
 
 def _has_low_bit_moments(param: Tensor, state: dict[str, Any]) -> bool:
-    dtype, keys = default_state_dtype(param), ("exp_avg", "exp_avg_sq")
+    dtype, keys = dtensor_local.default_state_dtype(param), ("exp_avg", "exp_avg_sq")
     # torch casts 8-bit codes to the parameter's dtype where it loads them: only their scales tell.
     return any(key + SCALE_SUFFIX in state or (key in state and state[key].dtype != dtype) for key in keys)
 
@@ -100,7 +93,7 @@ class Rprop(LocalStepMixin, torch.optim.Rprop):
     """Resilient propagation (Riedmiller and Braun, 1993)."""
 
 
-class SGD(StepMixin, torch.optim.SGD):
+class SGD(dtensor_local.StepMixin, torch.optim.SGD):
     """SGD with momentum.
 
     torch's class writes its momentum buffers back by parameter after the kernel, so its lists cannot be
@@ -113,9 +106,9 @@ class SGD(StepMixin, torch.optim.SGD):
             params = [p for p in group["params"] if p.grad is not None]
             states = [self.state[p] if group["momentum"] else {} for p in params]
             buffers: list[Tensor | None] = [s.get("momentum_buffer") for s in states]
-            buffers = [b if b is None else to_local(b) for b in buffers]
+            buffers = [b if b is None else dtensor_local.to_local(b) for b in buffers]
             options = {key: group[key] for key in keys}
-            with working_copies(params) as (work, grads):
+            with dtensor_local.working_copies(params) as (work, grads):
                 for is_new in (True, False):  # the fused kernel wants all buffers or none
                     chosen = [i for i, buffer in enumerate(buffers) if (buffer is None) == is_new]
                     some_work, some_grads = [work[i] for i in chosen], [grads[i] for i in chosen]
@@ -124,7 +117,7 @@ class SGD(StepMixin, torch.optim.SGD):
                         sgd(some_work, some_grads, momenta, has_sparse_grad=False, **options)
                     if is_new and group["momentum"]:
                         for i, buffer in zip(chosen, momenta, strict=True):
-                            states[i]["momentum_buffer"] = as_dtensor_like(buffer, params[i])
+                            states[i]["momentum_buffer"] = dtensor_local.as_dtensor_like(buffer, params[i])
 
 
 ELEMENTWISE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {

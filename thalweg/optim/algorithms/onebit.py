@@ -38,24 +38,17 @@ from thalweg.comm.collectives.onebit import OneBitAllReduce
 from thalweg.comm.collectives.reducer import ReplicaSync
 from thalweg.comm.topology import HostTopology
 from thalweg.device import takes_tensors_of, widest_float
-from thalweg.optim import foreach
+from thalweg.optim import dtensor_local, foreach
 from thalweg.optim.algorithms.elementwise import Adam
 from thalweg.optim.algorithms.fused_adam import AbstractAdam, fused_adam_step
 from thalweg.optim.algorithms.lamb import Lamb, init_adam_state
 from thalweg.optim.dtensor_local import (
-    StepMixin,
     all_reduce_tensors_,
-    as_dtensor_like,
-    as_rows_of_workers,
-    get_shard_groups,
     get_worker_axis,
-    get_worker_rows,
-    match_layout,
     to_local,
     trainable_params,
     working_copies,
     working_pieces,
-    zeros_state_like,
 )
 from thalweg.optim.norms import square_sums
 from thalweg.parallel_dims import control_group
@@ -112,7 +105,7 @@ class MomentumExchange:
         self._reducer.load_errors([worker for worker, _ in owed], [server for _, server in owed])
         for param, error in zip(params, self._reducer.worker_errors, strict=True):
             state[param].pop("server_error", None)
-            state[param]["worker_error"] = as_rows_of_workers(error.view_as(to_local(param)), param)
+            state[param]["worker_error"] = dtensor_local.as_rows_of_workers(error.view_as(to_local(param)), param)
         return self._reducer
 
     def save_errors(self, state: Any) -> None:
@@ -120,7 +113,7 @@ class MomentumExchange:
         if self._reducer is None:
             return
         for param, error in zip(self._params, self._reducer.gather_server_errors(), strict=True):
-            state[param]["server_error"] = as_dtensor_like(error.view_as(to_local(param)).clone(), param)
+            state[param]["server_error"] = dtensor_local.as_dtensor_like(error.view_as(to_local(param)).clone(), param)
 
     def drop_saved(self, state: Any) -> None:
         """What :meth:`save_errors` has put there is out of date."""
@@ -148,9 +141,9 @@ def _owed_errors(param: Tensor, state: dict[str, Any], num_workers: int) -> tupl
     if "worker_error" not in state:
         return zeros, zeros
     assert isinstance(param, DTensor)
-    rows = get_worker_rows(state["worker_error"], param)
+    rows = dtensor_local.get_worker_rows(state["worker_error"], param)
     server = state.get("server_error")
-    server_piece = zeros if server is None else to_local(match_layout(server, param, param.placements))
+    server_piece = zeros if server is None else to_local(dtensor_local.match_layout(server, param, param.placements))
     if len(rows) == num_workers:
         return rows[dist.get_rank(param.device_mesh.get_group(get_worker_axis(param)))], server_piece
     return rows.mean(0) + server_piece, zeros
@@ -236,7 +229,7 @@ class CompressedMixin:
         pieces = [to_local(self.state[p]["exp_avg_sq"]) for p in params]
         sums = [piece.sum(dtype=widest_float(piece.device)).reshape(1) for piece in pieces]
         if sums:
-            all_reduce_tensors_(sums, get_shard_groups(params))
+            all_reduce_tensors_(sums, dtensor_local.get_shard_groups(params))
         totals = torch.cat([s.to(sums[0].device) for s in sums]).tolist() if sums else []  # see ``square_sums``
         return [total / max(1, p.numel()) for total, p in zip(totals, params, strict=True)]
 
@@ -332,7 +325,7 @@ class OneBitAdam(WarmupMixin, Adam):
             loss = super().step(closure)
             self._end_warmup_step()
             return loss
-        return StepMixin.step(self, closure)  # type: ignore[arg-type]
+        return dtensor_local.StepMixin.step(self, closure)  # type: ignore[arg-type]
 
     def _update_params(self) -> None:
         """The step of :class:`StepMixin`, from the freeze on."""
@@ -432,7 +425,7 @@ class OneBitLamb(WarmupMixin, Lamb):
                 directions.append(moment / denominator / _correction(group, 0, count))
                 updates.append(directions[-1] + group["weight_decay"] * piece)
             sums = torch.stack([square_sums(directions), square_sums(updates)], dim=1)
-            shard_groups = get_shard_groups(params)
+            shard_groups = dtensor_local.get_shard_groups(params)
             all_reduce_tensors_(sums.unbind(), shard_groups)
             all_reduce_tensors_(maxima, shard_groups, dist.ReduceOp.MAX)
             norms, quotients = sums.sqrt().tolist(), torch.cat([m.to(sums.device) for m in maxima]).tolist()
@@ -539,9 +532,9 @@ class ZeroOneAdam(CompressedMixin, AbstractAdam):
                     moment = to_local(state["exp_avg"]).lerp_(grad, 1 - group["betas"][0])
                     if not updates_variance:
                         if "local_update" not in state:
-                            state["local_update"] = zeros_state_like(param)
+                            state["local_update"] = dtensor_local.zeros_state_like(param)
                             if not meets_now:
-                                state["anchor"] = as_dtensor_like(piece.clone(), param)
+                                state["anchor"] = dtensor_local.as_dtensor_like(piece.clone(), param)
                         to_local(state["local_update"]).add_(moment, alpha=weight)
                     if decoupled_decay:
                         decay = 1 - float(group["lr"]) * decoupled_decay

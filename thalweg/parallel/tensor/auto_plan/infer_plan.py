@@ -30,15 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from thalweg.parallel.shard_spec import ShardSpec, Span, split_evenly
+from thalweg.parallel.tensor.auto_plan import module_trace
 from thalweg.parallel.tensor.auto_plan.channel_deps import ChannelDependence, ChannelGroup
-from thalweg.parallel.tensor.auto_plan.module_trace import (
-    LinearOp,
-    ModuleTrace,
-    build_graph,
-    first_tensor,
-    is_close,
-    trace_modules,
-)
+from thalweg.parallel.tensor.auto_plan.module_trace import LinearOp, ModuleTrace
 from thalweg.parallel.tensor.dummy_inputs import eval_mode, make_dummy_inputs
 from thalweg.parallel.tensor.plan import LayerPlan, TpPlan, add_vocab_parallel, with_bias_spec
 from thalweg.utils.log import get_logger
@@ -70,7 +64,7 @@ def infer_plan(model: nn.Module, world_size: int, rank: int) -> TpPlan | None:
         return None
     try:
         with eval_mode(model):
-            trace = trace_modules(model, inputs)
+            trace = module_trace.trace_modules(model, inputs)
             pairs = _drop_failing(model, trace, _find_pairs(model, trace, world_size), world_size)
     except RuntimeError as error:
         _log.warning("could not trace %s: %s", type(model).__name__, error)
@@ -109,7 +103,7 @@ def _to_spans(indices: Sequence[int]) -> Iterator[Span]:
 
 def _find_pairs(model: nn.Module, trace: ModuleTrace, world_size: int) -> list[ColumnRowPair]:
     """Every pair that can be cut by itself."""
-    graph = build_graph(model, trace)
+    graph = module_trace.build_graph(model, trace)
     used_names: set[str] = set()
     found_units: dict[Any, tuple[list[ChannelGroup], dict[str, list[str]]]] = {}
     failed_keys = set()
@@ -259,7 +253,7 @@ class _Verifier:
                 result = call.replay(self.model.get_submodule(self.root))
             except Exception:  # a model with parts of its features may fail in any way
                 return False
-        return is_close(first_tensor(result), call.output)
+        return module_trace.is_close(module_trace.first_tensor(result), call.output)
 
 
 def _scale_exact(value: Any, fraction: Fraction) -> Any:
@@ -278,7 +272,7 @@ def _select_columns(indices: tuple[int, ...], module: nn.Module, args: Any, outp
 def _compare_input(
     full_input: Tensor, indices: tuple[int, ...], module: nn.Module, args: tuple[Tensor, ...]
 ) -> tuple[Tensor]:
-    if not is_close(args[0], full_input[..., list(indices)]):
+    if not module_trace.is_close(args[0], full_input[..., list(indices)]):
         raise _MismatchError
     return (full_input,)
 
