@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.memory import resident_bytes
+from thalweg.storage_io import evictable_memory
 from thalweg.storage_io.allocator import PAGE
 from thalweg.storage_io.evictable_memory import HUGE_PAGE, BufferRing, EvictableMemory, PagePrefaulter
 from thalweg.storage_io.swap_file import SwapFile
@@ -106,6 +107,16 @@ def test_regions_and_errors() -> None:
     assert memory.allocate(MIB) == first + 3 * MIB
 
 
+def test_a_rings_pages_are_unlocked_before_their_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    unlocked = list[int]()
+    monkeypatch.setattr(evictable_memory, "lock_pages", lambda rows: True)
+    monkeypatch.setattr(evictable_memory, "unlock_pages", lambda rows: unlocked.append(int(rows.fill_(1).sum())))
+    ring = BufferRing(3, PAGE, pin=True)
+    assert ring.pinned and not unlocked
+    del ring
+    assert unlocked == [3 * PAGE]
+
+
 def test_a_ring_gives_aligned_buffers_in_turn() -> None:
     ring = BufferRing(3, 10_000)
     assert ring.buffer_bytes == 3 * PAGE and len(ring) == 3
@@ -115,4 +126,3 @@ def test_a_ring_gives_aligned_buffers_in_turn() -> None:
     ring[1].fill_(2)
     assert int(ring[0].sum()) == ring.buffer_bytes
     ring.release_memory()
-    ring.close()

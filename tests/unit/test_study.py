@@ -744,10 +744,8 @@ def test_ranks_end_with_a_cell_that_is_killed() -> None:
 
 
 def test_machines_that_are_not_here_are_planned_and_marked_so(tmp_path: Path, in_process: Any) -> None:
-    hardware = [
-        {"name": name, "device": "a100", "planned": True, "ranks": 2, "memory": memory, "price_per_hour": 4}
-        for name, memory in (("large", None), ("small", "1MiB"))
-    ]
+    planned = {"device": "a100", "planned": True, "ranks": 2, "price_per_hour": 4, "currency": "EUR"}
+    hardware = [{"name": name, "memory": memory, **planned} for name, memory in (("large", None), ("small", "1MiB"))]
     techniques = ["train thalweg bf16", "train thalweg checkpointing", "hugging face"]
     study = study_of(rounds=2, hardware=hardware, techniques=techniques)
     assert run_study(study, tmp_path, lambda line: None) == {"processes": 4, "cells": 4, "failed": 0}
@@ -760,6 +758,7 @@ def test_machines_that_are_not_here_are_planned_and_marked_so(tmp_path: Path, in
     assert not list(tmp_path.glob("models/*/*.safetensors")), "a plan needs no weights"
     write_report(tmp_path)
     text = (tmp_path / "report.md").read_text()
+    assert f"{first['cost_per_1000']:.3g} EUR" in text and "USD" not in text
     assert "## Planned, not measured" in text and "no, 1 MiB" in text and "## Training" not in text
 
 

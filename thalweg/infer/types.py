@@ -281,8 +281,6 @@ class EngineStats:
     kv_blocks: int = 0
     # Blocks that a running sequence holds; blocks kept only for prefix hits count as free.
     kv_blocks_used: int = 0
-    # Free blocks that still hold a prefix.
-    kv_blocks_cached: int = 0
     steps: int = 0
     # Prompt tokens of admitted requests, cached ones included.
     prompt_tokens: int = 0

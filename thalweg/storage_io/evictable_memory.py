@@ -23,6 +23,7 @@ import mmap
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
@@ -192,6 +193,8 @@ class BufferRing:
         self._memory = EvictableMemory(num_buffers * self.buffer_bytes)
         rows = self._memory.tensor(0, (num_buffers, self.buffer_bytes), torch.uint8)
         self.pinned = pin and lock_pages(rows)
+        if self.pinned:  # memory that is locked still must not be given back
+            weakref.finalize(self, unlock_pages, rows).atexit = False
         self._buffers = list(rows.unbind())
 
     def __len__(self) -> int:
@@ -204,12 +207,6 @@ class BufferRing:
         """Give the memory back until the ring is used again."""
         if not self.pinned:
             self._memory.evict(0, self.num_buffers * self.buffer_bytes)
-
-    def close(self) -> None:
-        """Unlock pinned pages."""
-        if self.pinned:
-            self.pinned = False
-            unlock_pages(self._buffers[0])
 
 
 def aligned_empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> Tensor:

@@ -166,12 +166,8 @@ def _cells_table(rows: list[dict[str, Any]]) -> ReportTable:
     timed = ["first token ms", "next tokens ms"] if is_inference else ["samples/s"]
     headers = [*_PLACE, "technique", "ms a sample", "baseline's / its time", *timed, "tokens/s"]
     headers += ["load s", "memory peak", "of it after loading", "disk"]
-    headers += [
-        "J a sample",
-        "1,000 samples cost",
-        "equal outputs" if is_inference else "plan: ms a step, a rank",
-        "quality",
-    ]
+    compared = "equal outputs" if is_inference else "plan: ms a step, a rank"
+    headers += ["J a sample", "1,000 samples cost", compared, "quality"]
     body = []
     for row in rows:
         if row["status"] != "ok":
@@ -186,7 +182,7 @@ def _cells_table(rows: list[dict[str, Any]]) -> ReportTable:
         cells += [(f"{speed:,.0f}", speed), (f"{load:.1f}", load)]
         cells += [(format_bytes(value), value) for value in (peak, running)]
         cells.append((format_bytes(row["disk"]), row["disk"]) if row["disk"] else "-")
-        cells += [_cell(row[key], "{:.3g}".format) for key in ("joules_per_sample", "cost_per_1000")]
+        cells += [_cell(row["joules_per_sample"], "{:.3g}".format), _cost_cell(row)]
         if is_inference:
             more = f"{row.get('different_outputs')} different"
             cells.append(_cell(row.get("equal_outputs"), lambda equal, more=more: f"{equal:.0%}, {more}"))
@@ -198,6 +194,10 @@ def _cells_table(rows: list[dict[str, Any]]) -> ReportTable:
     return ReportTable(headers, body)
 
 
+def _cost_cell(row: dict[str, Any]) -> Any:
+    return _cell(row["cost_per_1000"], lambda cost: f"{cost:.3g} {row['currency']}")
+
+
 def _planned_table(rows: list[dict[str, Any]]) -> ReportTable:
     """The report's Figure 4: fine-tuning by hardware, batch, precision (which the technique names), time and cost."""
     headers = [*_PLACE, "technique", "batch a rank", "ms a step", "samples/s", "memory a rank", "fits", "limited by"]
@@ -205,14 +205,13 @@ def _planned_table(rows: list[dict[str, Any]]) -> ReportTable:
     for row in rows:
         if row["status"] != "planned":
             continue
-        plan, cost = row["plan"], row["cost_per_1000"]
+        plan = row["plan"]
         seconds, size = plan["seconds"], plan["bytes"]
         fits = {True: "yes", False: f"no, {format_bytes(plan['limit'] or 0)}", None: "not known"}[plan["fits"]]
         cells = [*_place(row), row["technique"], (f"{row['batch_size']}", row["batch_size"])]
         cells += [(_digits(1e3 * seconds), seconds), (_digits(row["samples"] / seconds), row["samples"] / seconds)]
         cells += [(format_bytes(size), size), fits, plan["bottleneck"]]
-        # What does not fit costs nothing.
-        body.append([*cells, _cell(cost if plan["fits"] else None, "{:.3g}".format)])
+        body.append([*cells, _cost_cell(row) if plan["fits"] else "-"])
     return ReportTable([*headers, "1,000 samples cost"], body)
 
 

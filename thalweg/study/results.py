@@ -78,7 +78,7 @@ def _group_rows(config: StudyConfig, folder: Path, group: CellGroup) -> list[dic
         samples = rounds[0]["samples"]
         if rounds[0]["status"] == "planned":
             cost = _cost(cell.hardware, rounds[0]["plan"]["seconds"] / samples)
-            return row | rounds[0] | {"random_weights": False, "cost_per_1000": cost}
+            return row | rounds[0] | {"random_weights": False} | cost
 
         def per_sample(which: list[dict[str, Any]]) -> list[list[float]]:
             # Of training a turn is a step; of inference it is all samples once.
@@ -103,7 +103,7 @@ def _group_rows(config: StudyConfig, folder: Path, group: CellGroup) -> list[dic
                 row[key] = interval([[turn[key] for turn in one["turns"]] for one in rounds])
         joules = [one["joules"] / (one["samples"] * len(one["turns"])) for one in rounds if one["joules"] is not None]
         row["joules_per_sample"] = statistics.median(joules) if joules else None
-        row["cost_per_1000"] = _cost(cell.hardware, row["seconds_per_sample"][0])
+        row |= _cost(cell.hardware, row["seconds_per_sample"][0])
         if baseline and all(one["status"] == "ok" for one in baseline):
             row["log_ratios"] = log_ratios(seconds, per_sample(baseline))
             if "outputs" in rounds[0]:
@@ -119,10 +119,11 @@ def _group_rows(config: StudyConfig, folder: Path, group: CellGroup) -> list[dic
     return [make_row(cell) for cell in group.cells]
 
 
-def _cost(hardware: StudyHardware, seconds_per_sample: float) -> float | None:
-    """The price of 1,000 samples."""
+def _cost(hardware: StudyHardware, seconds_per_sample: float) -> dict[str, Any]:
+    """The price of 1,000 samples, in the currency of the machine's."""
     price = hardware.price_per_hour
-    return None if price is None else 1000 * seconds_per_sample * price / 3600
+    cost = None if price is None else 1000 * seconds_per_sample * price / 3600
+    return {"cost_per_1000": cost, "currency": hardware.currency}
 
 
 def _best(speeds: list[dict[str, float]]) -> dict[str, float]:

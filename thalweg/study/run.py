@@ -24,17 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import thalweg
+from thalweg.study import config as study_config
 from thalweg.study import prepare
 from thalweg.study.cell import run_cell
-from thalweg.study.config import (
-    StudyConfig,
-    StudyDataset,
-    StudyHardware,
-    StudyModel,
-    StudyTechnique,
-    Task,
-    slug,
-)
+from thalweg.study.config import StudyConfig, slug
 from thalweg.study.prepare import read_json, write_json
 from thalweg.utils.procfs import end_with_parent, read_fields
 from thalweg.utils.versions import installed_version
@@ -44,10 +37,10 @@ from thalweg.utils.versions import installed_version
 class StudyCell:
     """One model, dataset, technique and hardware setting."""
 
-    model: StudyModel
-    dataset: StudyDataset
-    technique: StudyTechnique
-    hardware: StudyHardware
+    model: study_config.StudyModel
+    dataset: study_config.StudyDataset
+    technique: study_config.StudyTechnique
+    hardware: study_config.StudyHardware
 
     @property
     def name(self) -> str:
@@ -61,7 +54,7 @@ class CellGroup:
     """The cells that are compared with each other: all techniques of a task; the first one is the baseline, the last
     one the baseline again.  Where they are planned it comes once, and so does each cell."""
 
-    task: Task
+    task: study_config.Task
     cells: tuple[StudyCell, ...]
 
     @property

@@ -33,6 +33,7 @@ from thalweg.comm import CommsLog
 from thalweg.config.schema.zero import ZeroOptimization
 from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass
 from thalweg.utils.log import current_rank, get_logger
+from thalweg.zero import meshes
 from thalweg.zero.collectives import Collectives, CollectivesSpec, build_collectives, build_replica_sum
 from thalweg.zero.expert_params import ScalarParams, ZeroExpertParams, is_expert_param
 from thalweg.zero.fsdp2 import private_api
@@ -40,13 +41,6 @@ from thalweg.zero.fsdp2.async_reduce import AsyncReduction
 from thalweg.zero.full_state_dict import all_gather_full, all_gather_into, make_dtensor
 from thalweg.zero.gathered_parameters import register_sharded_model
 from thalweg.zero.initial_values import get_param_locations, load_initial_values
-from thalweg.zero.meshes import (
-    build_mics_mesh,
-    build_site_mesh,
-    count_ranks_of_a_host,
-    make_layout_fn,
-    single_rank_mesh,
-)
 from thalweg.zero.policy import Precision, ZeroPolicy
 from thalweg.zero.storage import nvme
 from thalweg.zero.storage.base import (
@@ -448,9 +442,9 @@ def shard_model(
     zero, sharded = options.zero, options.policy.shards_optimizer_states
     pages_params, mics_size = zero.offload_param.device == "nvme", zero.mics_shard_size
     if options.within_hosts and (mics_size <= 0 or not sharded):
-        mics_size = count_ranks_of_a_host(mesh, device)
-    sites = build_site_mesh(mesh, options.site_size, device)
-    mics_mesh = build_mics_mesh(mesh, mics_size, sharded) if sharded or options.within_hosts else None
+        mics_size = meshes.count_ranks_of_a_host(mesh, device)
+    sites = meshes.build_site_mesh(mesh, options.site_size, device)
+    mics_mesh = meshes.build_mics_mesh(mesh, mics_size, sharded) if sharded or options.within_hosts else None
     outer_mesh = sites or mics_mesh
     shard_mesh = mesh if outer_mesh is None else outer_mesh["dp"]
     replicate = not sharded or 1 in (shard_mesh.size(), mics_size)
@@ -517,7 +511,7 @@ def shard_model(
     reshards = options.policy.reshards_after_use and kind == "wire"
     reshard_after_forward = collectives.hpz_group_size if reshards and collectives.hpz_group_size > 1 else reshards
     paged_units = set() if paging is None else set(paging.pager.units)
-    fsdp_mesh = single_rank_mesh(mesh) if replicate else shard_mesh
+    fsdp_mesh = meshes.single_rank_mesh(mesh) if replicate else shard_mesh
     reshard_by_unit = {name: reshard_after_forward or name in paged_units for name in units}
     if expert_params is None:
         expert_params = ZeroExpertParams(collectives.spec.ledger, options.policy.shards_optimizer_states)
@@ -543,7 +537,7 @@ def shard_model(
         fully_shard(model, reshard_after_forward=False, **common_kwargs)
     groups = private_api.get_fsdp_groups(model)
     private_api.check_private_names(groups)
-    layout_fn = make_layout_fn(mesh, outer_mesh, tp_layout, replicate)
+    layout_fn = meshes.make_layout_fn(mesh, outer_mesh, tp_layout, replicate)
     names = {(id(module), key): name for name, where in locations.items() for module, key in where}
     storages_by_group: dict[str, list[ShardStorage]] = {}
     for group in groups:
@@ -619,8 +613,8 @@ def unshard_model(model: nn.Module) -> dict[Tensor, nn.Parameter]:
     for group in private_api.get_fsdp_groups(model):
         group.to_sharded()
     slots = [(module, key, p) for module in model.modules() for key, p in module._parameters.items() if p is not None]
-    meshes = {shard.device_mesh for *_, p in slots if isinstance(shard := get_shard(p), DTensor)}
-    if any(mesh.size() != dist.get_world_size() or {"tp", "ep"} & {*(mesh.mesh_dim_names or ())} for mesh in meshes):
+    held = {shard.device_mesh for *_, p in slots if isinstance(shard := get_shard(p), DTensor)}
+    if any(mesh.size() != dist.get_world_size() or {"tp", "ep"} & {*(mesh.mesh_dim_names or ())} for mesh in held):
         raise ValueError(
             f"this {type(model).__name__} is cut already, by the parallelism of another engine: give initialize() a "
             "model as it was built, and load_checkpoint() what the other one has learnt"

@@ -295,7 +295,6 @@ class LLMEngine(infer_types.EngineCore):
             waiting=len(scheduler.waiting),
             kv_blocks=pool.num_blocks,
             kv_blocks_used=pool.num_used,
-            kv_blocks_cached=pool.num_cached,
             preemptions=scheduler.num_preemptions,
             finished=dict(self._finished),
             **self._counters,

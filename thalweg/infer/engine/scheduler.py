@@ -140,11 +140,6 @@ class BlockPool:
         """Blocks that somebody holds."""
         return self.num_blocks - self.num_free
 
-    @property
-    def num_cached(self) -> int:
-        """Blocks that nobody holds and that still hold a prefix."""
-        return len(self._evictable)
-
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold so many tokens."""
         return -(-num_tokens // self.block_size)
