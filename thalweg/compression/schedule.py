@@ -58,12 +58,12 @@ def setup_compression(
             )
     if section.enabled:
         _quantize_all(model, section)
-    layers = iter_compressed(model)
-    if not layers:
+    compressed = iter_compressed(model)
+    if not compressed:
         return None
     eigenvalue: Any = section.eigenvalue if section.eigenvalue.enabled else config.eigenvalue
     probe = BlockEigenvalues(model, eigenvalue, group) if eigenvalue.enabled else None
-    return CompressionSchedule(layers, group, probe)
+    return CompressionSchedule(compressed, group, probe)
 
 
 def _quantize_all(model: nn.Module, section: Any) -> None:

@@ -40,16 +40,8 @@ from torch import Tensor, nn
 from thalweg.optim.algorithms.elementwise import ELEMENTWISE_OPTIMIZERS
 from thalweg.optim.dtensor_local import as_dtensor_like, local_grad, to_local
 from thalweg.optim.norms import ROW_LENGTH, RowNorms, compute_row_norms, full_row_norms
-from thalweg.optim.offload.io_pipeline import (
-    ALIGN_ELEMENTS,
-    IoChunk,
-    IoPipeline,
-    ParamSlice,
-    ParamStep,
-    StepTensor,
-    split_into_chunks,
-    split_slices,
-)
+from thalweg.optim.offload import io_pipeline
+from thalweg.optim.offload.io_pipeline import ALIGN_ELEMENTS, IoChunk, ParamStep
 from thalweg.optim.step import InMemoryStep
 from thalweg.storage_io.allocator import PAGE, round_up
 from thalweg.storage_io.evictable_memory import BufferRing
@@ -216,7 +208,7 @@ class NvmeStep(StateInSwapFile):
         batch_elements: int = BATCH_ELEMENTS,
         **where: Any,
     ) -> None:
-        self.buffers, self.io_pipeline = buffers, IoPipeline(swap, buffers)
+        self.buffers, self.io_pipeline = buffers, io_pipeline.IoPipeline(swap, buffers)
         self._chunk_elements = max(chunk_elements, ALIGN_ELEMENTS)
         self._batch_elements = max(batch_elements, ALIGN_ELEMENTS)
         self._piecewise = PiecewiseOptimizer(optimizer)
@@ -254,7 +246,7 @@ class NvmeStep(StateInSwapFile):
             self.io_pipeline.readahead(self._split_into_chunks(self.build_param_steps(params, needs_grad=False)))
 
     def _split_into_chunks(self, param_steps: Sequence[ParamStep]) -> list[IoChunk]:
-        return split_into_chunks(param_steps, self.buffers.buffer_bytes, self._chunk_elements)
+        return io_pipeline.split_into_chunks(param_steps, self.buffers.buffer_bytes, self._chunk_elements)
 
     def publish_state(self, param_steps: Sequence[ParamStep]) -> None:
         """Let ``optimizer.state`` have what was carried out: views for what was cut, and the counters."""
@@ -294,12 +286,12 @@ class NvmeStep(StateInSwapFile):
                     remainder = flat[full_size:]
                     rest.append(remainder.float() if remainder.dtype in HALF_DTYPES else remainder.clone())
 
-        self.io_pipeline.run(split_into_chunks(items, self.buffers.buffer_bytes, 1 << 62), collect)
+        self.io_pipeline.run(io_pipeline.split_into_chunks(items, self.buffers.buffer_bytes, 1 << 62), collect)
         return lambda piece: known.get(piece.data_ptr()) or compute_row_norms(piece)
 
     def _update(self, factor: float, chunk: IoChunk, buffer: Tensor) -> None:
         if any(self._needs_batches(piece.param_step, factor) for piece in chunk.slices):
-            for batch in split_slices(chunk.slices, self._batch_elements):
+            for batch in io_pipeline.split_slices(chunk.slices, self._batch_elements):
                 self._step(batch, buffer, factor)
         else:
             self._step(chunk.slices, buffer, factor)
@@ -310,7 +302,7 @@ class NvmeStep(StateInSwapFile):
         is_upcast = operands["grad"].tensor.dtype != operands["master"].tensor.dtype
         return factor != 1.0 or is_upcast or "copy" in operands or self._comes_to_host(param_step)
 
-    def _step(self, pieces: Sequence[ParamSlice], buffer: Tensor, factor: float) -> None:
+    def _step(self, pieces: Sequence[io_pipeline.ParamSlice], buffer: Tensor, factor: float) -> None:
         jobs: list[SliceStep] = []
         used = 0
         for piece in pieces:
@@ -390,14 +382,14 @@ class NvmeStep(StateInSwapFile):
             )
         return param_steps
 
-    def _make_step_tensor(self, tensor: Tensor, read: bool = True, write: bool = False) -> StepTensor:
+    def _make_step_tensor(self, tensor: Tensor, read: bool = True, write: bool = False) -> io_pipeline.StepTensor:
         offset = self.swap.locate(tensor)
         if not tensor.is_contiguous():
             raise ValueError(
                 f"a tensor of shape {list(tensor.shape)} is not contiguous and cannot be streamed: call "
                 ".contiguous() on the parameter before the engine is made"
             )
-        return StepTensor(tensor.view(-1), None if offset is None or offset % PAGE else offset, read, write)
+        return io_pipeline.StepTensor(tensor.view(-1), None if offset is None or offset % PAGE else offset, read, write)
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer, in_memory_params: Collection[Tensor] = ()) -> int:
