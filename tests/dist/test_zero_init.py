@@ -127,3 +127,73 @@ def _gathered_before_sharding(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [nightly(1), 2])
 def test_gathered_before_sharding(world: int) -> None:
     run_ranks(_gathered_before_sharding, world)
+
+
+class _OfManyKinds(nn.Module):
+    """Values of each rank's own: many small ones, a large one, tied, transposed, empty and of other dtypes."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(rank)
+        self.small = nn.ParameterList(torch.randn(3, 5) for _ in range(40))
+        self.large = nn.Parameter(torch.randn(300, 8192))  # more than one message
+        self.tied = self.large
+        self.transposed = nn.Parameter(torch.randn(7, 6).t())
+        self.frozen = nn.Parameter(torch.randn(9).bfloat16(), requires_grad=False)
+        self.register_buffer("mask", torch.rand(11) < 0.5)
+        self.register_buffer("count", torch.tensor(rank + 7))
+        self.register_buffer("empty", torch.empty(0, 3))
+        self.register_buffer("table", torch.randn(5, dtype=torch.float64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.large).sum() + sum(p.sum() for p in self.small) + self.transposed.sum()
+
+
+def _initial_values(rank: int, world: int) -> tuple[int, list[str]]:
+    import torch.distributed as dist
+
+    import thalweg
+    from thalweg.zero import initial_values
+
+    messages, broadcast = list[int](), dist.broadcast
+
+    def counted(tensor: Tensor, **options: object) -> object:
+        if tensor.dtype == torch.uint8:  # others are of what ranks agree on
+            messages.append(tensor.nbytes)
+        return broadcast(tensor, **options)
+
+    initial_values.dist.broadcast = counted  # type: ignore[assignment]
+    try:
+        config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        engine = thalweg.initialize(model=_OfManyKinds(rank), config={**config, "zero_optimization": {"stage": 3}})[0]
+    finally:
+        initial_values.dist.broadcast = broadcast
+    wanted, wrong = _OfManyKinds(0), []
+    expected = {**dict(wanted.named_parameters()), **dict(wanted.named_buffers())}
+    with GatheredParameters(list(engine.module.parameters())):
+        for name, value in (*engine.module.named_parameters(), *engine.module.named_buffers()):
+            shown = value.detach()
+            alone = shown.untyped_storage().nbytes() == shown.nbytes
+            if not torch.equal(shown, expected[name].to(shown.dtype)) or (name in ("mask", "table") and not alone):
+                wrong.append(name)
+    assert engine.module.tied is engine.module.large
+    engine.close()
+    return len(messages), wrong
+
+
+def test_values_of_rank_0_cross_in_few_messages() -> None:
+    for num_messages, wrong in run_ranks(_initial_values, 2):
+        assert wrong == []
+        assert num_messages <= 4  # 43 parameters and 4 buffers
+
+
+def _own_values(rank: int, world: int) -> list[str]:
+    from thalweg.zero import initial_values
+
+    initial_values._from_rank0 = lambda values, mesh: iter(values)  # type: ignore[assignment]
+    return _initial_values(rank, world)[1]
+
+
+def test_values_that_did_not_cross_are_noticed() -> None:
+    for wrong in run_ranks(_own_values, 2):
+        assert {"large", "transposed", "small.0"} <= {*wrong}
