@@ -32,7 +32,7 @@ DEMO_STAMP = $(VENV)/.installed-demo
 TEST_STAMP = $(VENV)/.installed-test
 SOURCES = pyproject.toml requirements/constraints.txt
 
-.PHONY: demo test gate prepare torch nightly sim compat fast durations lint gpu format clean
+.PHONY: demo test gate prepare torch simdevice nightly sim compat fast durations lint gpu format clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
@@ -72,7 +72,8 @@ gate: $(TEST_STAMP)
 
 prepare: $(TEST_STAMP)
 	@$(PYTEST) --collect-only -qq -m "not alone and not waits $(GATE)" -p no:cacheprovider >/dev/null; \
-	$(VENV)/bin/python -c "from tests import preload, simdevice; simdevice.missing_tool() or simdevice.build()"
+	$(VENV)/bin/python -c "import tests.preload"
+	@$(MAKE) --no-print-directory simdevice
 
 # Each other Python and torch has an environment of its own, which stays; one that does not install is left out, and said.
 OTHER_PYTHONS ?= $(shell for p in python3.11 python3.12 python3.13 python3.14; do \
@@ -136,6 +137,9 @@ $(TORCH_STAMP):
 	@touch $@
 
 torch: $(TORCH_STAMP)
+
+simdevice: $(TORCH_STAMP)
+	@$(VENV)/bin/python -W ignore -c "from tests import simdevice; simdevice.missing_tool() or simdevice.build()"
 
 $(DEMO_STAMP): $(TORCH_STAMP) $(SOURCES)
 	@echo "installing thalweg into $(VENV)"

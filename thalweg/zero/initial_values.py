@@ -49,7 +49,7 @@ def load_initial_values(
     unsharded_values: dict[str, Tensor] = {}
 
     def sink(name: str, meta: Tensor, full: Tensor) -> None:
-        (value,) = _from_rank0([full.to(device)], mesh)
+        (value,) = _from_rank0([full.detach().to(device)], mesh)
         if name in storages:
             storages[name].load_full(value)
         else:
