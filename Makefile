@@ -27,12 +27,14 @@ THREADS ?= 2
 
 # Modules are compiled where they are imported, once (see PYTHONPYCACHEPREFIX): most of what is installed never is.
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-compile
+# uv installs in six seconds what takes pip 45.  It reads no pip.conf: where it finds nothing, pip looks.
+INSTALL = $(VENV)/bin/uv pip install -q --python $(VENV)/bin/python $(1) 2>/dev/null || $(PIP) $(1)
 TORCH_STAMP = $(VENV)/.torch-$(TORCH)
 DEMO_STAMP = $(VENV)/.installed-demo
 TEST_STAMP = $(VENV)/.installed-test
 SOURCES = pyproject.toml requirements/constraints.txt
 
-.PHONY: demo test gate prepare torch simdevice nightly sim compat fast durations lint gpu format clean
+.PHONY: demo test gate prepare simdevice nightly sim compat fast durations lint gpu format clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
@@ -134,27 +136,26 @@ $(TORCH_STAMP):
 	@echo "making $(VENV) with torch $(TORCH) (once; some minutes)"
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) torch==$(TORCH)
+	@$(PIP) -c requirements/constraints.txt uv 2>/dev/null || true
 	@touch $@
-
-torch: $(TORCH_STAMP)
 
 simdevice: $(TORCH_STAMP)
 	@$(VENV)/bin/python -W ignore -c "from tests import simdevice; simdevice.missing_tool() or simdevice.build()"
 
 $(DEMO_STAMP): $(TORCH_STAMP) $(SOURCES)
 	@echo "installing thalweg into $(VENV)"
-	@$(PIP) -c requirements/constraints.txt -e '.[demo]'
+	@$(call INSTALL,-c requirements/constraints.txt -e '.[demo]')
 	@touch $@
 
 $(TEST_STAMP): $(TORCH_STAMP) $(SOURCES)
 	@echo "installing thalweg with what its tests need into $(VENV)"
-	@$(PIP) -c requirements/constraints.txt -e '.[demo,diffusion,hf,plots,monitor,serve,study,test]'
+	@$(call INSTALL,-c requirements/constraints.txt -e '.[demo,diffusion,hf,plots,monitor,serve,study,test]')
 	@touch $@ $(DEMO_STAMP)
 
 # Lightning and TRL are no extra: nothing in the package imports them but what their users call.
 $(VENV)/.installed-compat: $(TORCH_STAMP) $(SOURCES)
 	@echo "installing thalweg with Lightning and TRL into $(VENV)"
-	@$(PIP) -c requirements/constraints.txt -e '.[hf,test]' lightning trl==1.16.0
+	@$(call INSTALL,-c requirements/constraints.txt -e '.[hf,test]' lightning trl==1.16.0)
 	@touch $@
 
 PEERS_PYTHON = $(PYTHON)

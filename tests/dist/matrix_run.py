@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests import inspect
 from tests.dist.matrix import Combination
-from tests.dist.parity import FP32_SLACK, full_tensor
+from tests.dist.parity import FP32_SLACK, full_named
 from tests.dist.tensor_models import VOCAB_SIZE
 from tests.dist.tensor_parity import TrainResult
 from thalweg.moe import MoE
@@ -190,7 +190,8 @@ def run_engine(
         if not losses:
             inspect.finalize_grads(engine)
             named = engine.module.named_parameters()
-            gradients.update({n: full_tensor(p.grad).float() for n, p in named if p.grad is not None})
+            found = full_named((n, p.grad) for n, p in named if p.grad is not None)
+            gradients.update({n: value.float() for n, value in found.items()})
         return update(*args)
 
     engine.optimizer.step = capture
@@ -206,7 +207,7 @@ def run_engine(
         total = loss.detach().float().clone()
         dist.all_reduce(total)
         losses.append(float(total) / world)
-    parameters = {n: full_tensor(p).float() for n, p in engine.module.named_parameters()}
+    parameters = {n: value.float() for n, value in full_named(engine.module.named_parameters()).items()}
     engine.close()
     return TrainResult(losses, gradients, parameters)
 

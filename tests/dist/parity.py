@@ -9,11 +9,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.dist.models import make_batch
 from thalweg.zero.whole_parameter import WholeParameter, get_shard
@@ -148,14 +150,15 @@ def run_engine(
             loss = engine(tokens[rank::world], labels[rank::world])
             engine.backward(loss)
             if with_gradients and gradients is None and i == window - 1:
-                gradients = [None if p.grad is None else full_tensor(p.grad) for p in engine.module.parameters()]
+                present = full_tensors(p.grad for p in engine.module.parameters() if p.grad is not None)
+                gradients = [None if p.grad is None else present.pop(0) for p in engine.module.parameters()]
             engine.step()
             total += loss.detach().float()
         position += window
         dist.all_reduce(total)
         losses.append(float(total) / (world * window))
     rounded = case.config()["zero_optimization"].get("zero_quantized_weights", False)
-    parameters = [full_tensor(p, rounded=rounded) for p in engine.module.parameters()]
+    parameters = full_tensors(engine.module.parameters(), rounded=rounded)
     engine.close()
     return TrainOutcome(losses, parameters, gradients or [])
 
@@ -164,10 +167,47 @@ def run_engine(
 def full_tensor(parameter: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:
     """The logical value of a parameter, gathered, in the host's memory; ``rounded``: programs see it quantised."""
     value: Any = get_shard(parameter)
-    value = (value.full_tensor() if hasattr(value, "full_tensor") else value.detach()).clone()
+    return _seen(parameter, (value.full_tensor() if isinstance(value, DTensor) else value.detach()).clone(), rounded)
+
+
+def _seen(parameter: torch.Tensor, value: torch.Tensor, rounded: bool) -> torch.Tensor:
     if isinstance(parameter, WholeParameter) and not parameter.is_written and not rounded:
         assert torch.equal(parameter.detach(), value.to(parameter.dtype)), "a program sees what is not trained"
     return value.cpu()
+
+
+@torch.no_grad()
+def full_tensors(parameters: Iterable[torch.Tensor], *, rounded: bool = False) -> list[torch.Tensor]:
+    """:func:`full_tensor` of each; shards of rows of one mesh, which most are, cross in one message."""
+    parameters = list(parameters)
+    batches: dict[Any, dict[int, DTensor]] = {}
+    for index, parameter in enumerate(parameters):
+        value: Any = get_shard(parameter)
+        if isinstance(value, DTensor) and value.device_mesh.ndim == 1 and value.placements == (Shard(0),):
+            batches.setdefault((value.device_mesh, value.dtype, value.device), {})[index] = value
+    found: dict[int, torch.Tensor] = {}
+    for (mesh, dtype, device), shards in batches.items():
+        world, group = mesh.size(), mesh.get_group()
+        # Each rank has as many rows as the first, fewer at the end.
+        sizes = [ceil(value.shape[0] / world) * value.shape[1:].numel() for value in shards.values()]
+        message = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        for value, part in zip(shards.values(), message.split(sizes), strict=True):
+            local = value.to_local()
+            part[: local.numel()] = local.flatten()
+        messages = message.new_empty(world * message.numel())
+        dist.all_gather_into_tensor(messages, message, group=group)
+        for (index, value), columns in zip(shards.items(), messages.view(world, -1).split(sizes, dim=1), strict=True):
+            found[index] = columns.flatten()[: value.numel()].view(value.shape)
+    return [
+        _seen(parameter, found[i], rounded) if i in found else full_tensor(parameter, rounded=rounded)
+        for i, parameter in enumerate(parameters)
+    ]
+
+
+def full_named(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """:func:`full_tensors`, by name."""
+    parameters = dict(named)
+    return dict(zip(parameters, full_tensors(parameters.values()), strict=True))
 
 
 def train(engine: Any, rank: int, world: int, first: int, last: int, micros: int = 1) -> list[torch.Tensor]:
@@ -176,7 +216,7 @@ def train(engine: Any, rank: int, world: int, first: int, last: int, micros: int
         tokens, labels = make_batch(batch, 2 * world)
         engine.backward(engine(tokens[rank::world], labels[rank::world]))
         engine.step()
-    return [full_tensor(p).clone() for p in engine.module.parameters()]
+    return full_tensors(engine.module.parameters())
 
 
 def largest_difference(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> float:

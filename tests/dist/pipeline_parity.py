@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests import inspect
 from tests.dist.models import VOCAB_SIZE, make_batch, tiny_gpt
-from tests.dist.parity import full_tensor
+from tests.dist.parity import full_named
 from tests.dist.sequence_parity import make_hf_batch
 from tests.dist.tensor_models import build_model
 from thalweg.moe import MoE
@@ -307,6 +307,7 @@ def run_engine(case: PipelineCase, world: int, steps: int) -> PipelineResult:
         norms.append(engine.get_global_grad_norm())
     hidden = inspect.excluded_names(engine)
     named = engine.module.named_parameters(remove_duplicate=False)
-    parameters = {name: full_tensor(p).tolist() for name, p in named if name not in hidden}
+    parameters = full_named((name, p) for name, p in named if name not in hidden)
+    parameters = {name: value.tolist() for name, value in parameters.items()}
     engine.close()
     return PipelineResult(losses, norms, parameters)

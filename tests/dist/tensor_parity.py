@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests import inspect
-from tests.dist.parity import full_tensor
+from tests.dist.parity import full_named
 from tests.dist.tensor_models import compute_loss, make_batch
 
 
@@ -81,12 +81,12 @@ def train_engine(model: nn.Module, config: dict[str, Any], loss_fn: LossFn, step
         engine.backward(loss)
         if step == 0:
             inspect.finalize_grads(engine)
-            gradients = {n: full_tensor(p.grad) for n, p in engine.module.named_parameters() if p.grad is not None}
+            gradients = full_named((n, p.grad) for n, p in engine.module.named_parameters() if p.grad is not None)
         engine.step()
         total = loss.detach().clone()
         dist.all_reduce(total)
         losses.append(float(total) / dist.get_world_size())
-    parameters = {n: full_tensor(p) for n, p in engine.module.named_parameters()}
+    parameters = full_named(engine.module.named_parameters())
     engine.close()
     return TrainResult(losses, gradients, parameters)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.dist.parity import full_tensor
+from tests.dist.parity import full_named
 from tests.harness import run_ranks
 from tests.marks import nightly
 
@@ -82,7 +82,7 @@ def _train(rank: int, stage: int, config: dict[str, Any]) -> tuple[list[float], 
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    found = {name: full_tensor(p).clone() for name, p in engine.module.named_parameters()}
+    found = full_named(engine.module.named_parameters())
     dtypes = engine.module.dtypes
     engine.close()
     return losses, found, dtypes

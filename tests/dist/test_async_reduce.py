@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.dist.models import make_batch, tiny_gpt
-from tests.dist.parity import full_tensor
+from tests.dist.parity import full_tensors
 from tests.marks import nightly
 
 STEPS = 3
@@ -57,9 +57,9 @@ def _train(rank, world, stage, accumulation, shared, delay):
         engine.backward(loss)
         if step == 0 and accumulation == 1:
             # Complete as soon as backward() has returned.
-            grads = [full_tensor(p.grad).flatten().tolist() for p in engine.module.parameters()]
+            grads = [g.flatten().tolist() for g in full_tensors(p.grad for p in engine.module.parameters())]
         engine.step()
-    weights = [full_tensor(p).flatten().tolist() for p in engine.module.parameters()]
+    weights = [p.flatten().tolist() for p in full_tensors(engine.module.parameters())]
     engine.close()
     patch.undo()
     return count, grads, weights

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
-from tests.dist.parity import MICRO_BATCH_SIZE, full_tensor
+from tests.dist.parity import MICRO_BATCH_SIZE, full_tensors
 from tests.harness import run_ranks
 from tests.marks import nightly
 from thalweg.zero.fsdp2 import private_api
@@ -151,7 +151,7 @@ def _train_with_overflows(rank: int, world: int, dtype: str, late: bool) -> dict
                 found["rates"].append(engine.get_lr()[0])
     found["counts"] = engine.skipped_steps, engine.optimizer.num_updates, engine.global_steps
     found["rates"].append(engine.get_lr()[0])
-    found["parameters"] = [full_tensor(p).double().numpy() for p in engine.module.parameters()]
+    found["parameters"] = [p.double().numpy() for p in full_tensors(engine.module.parameters())]
     engine.close()
     return found
 

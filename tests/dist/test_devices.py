@@ -816,12 +816,14 @@ def test_preflight_counts_what_rests_on_the_host_there():
 
 
 def _measured(rank: int, world: int) -> dict[str, Any]:
+    from tests.simdevice import NAME
     from thalweg.plan.spec.cluster import build_cluster
     from thalweg.plan.spec.devices import DEVICES, local_device, measure_device
 
     device = torch.device("sim", 0)
+    del DEVICES[NAME]
     start = time.process_time()
-    found = measure_device(device, "simulated", seconds=0.3)
+    found = measure_device(device, NAME, seconds=0.3)
     seconds = time.process_time() - start
     cluster = build_cluster(device="auto")
     return {

@@ -13,7 +13,7 @@ import torch
 
 from tests import simdevice
 from tests.dist.models import make_batch, tiny_gpt
-from tests.dist.parity import full_tensor
+from tests.dist.parity import full_tensors
 from tests.harness import run_ranks
 from tests.marks import nightly
 
@@ -48,7 +48,7 @@ def _train(rank: int, world: int, device: str, names: tuple[str, ...], lr: float
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-        found[name] = losses, [full_tensor(p).cpu().numpy() for p in engine.module.parameters()]
+        found[name] = losses, [p.numpy() for p in full_tensors(engine.module.parameters())]
         engine.close()
     return found
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from tests import inspect
 from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
-from tests.dist.parity import FP32_SLACK, ParityCase, full_tensor, run_engine, run_plain
+from tests.dist.parity import FP32_SLACK, ParityCase, full_tensor, full_tensors, run_engine, run_plain
 from tests.harness import is_device_real, run_ranks
 from tests.marks import nightly
 from thalweg.observe.flops_profiler import get_model_profile
@@ -54,8 +54,8 @@ def mine(step, rank, world):
 
 def distance(engine, reference) -> float:
     """Largest difference between the engine's parameters and a plain model's."""
-    pairs = zip(engine.module.parameters(), reference.parameters(), strict=True)
-    return max(float((full_tensor(a) - b.detach()).abs().max()) for a, b in pairs)
+    pairs = zip(full_tensors(engine.module.parameters()), reference.parameters(), strict=True)
+    return max(float((a - b.detach()).abs().max()) for a, b in pairs)
 
 
 # Row 8: a random branch in every step
@@ -318,15 +318,15 @@ def test_row32_memory_returns_after_an_engine(stage):
 def _overflow(rank, world, stage, dtype):
     more = {dtype: {"enabled": True}} if dtype != "fp32" else {}
     engine = start(tiny_gpt(), stage, **more)
-    before = [full_tensor(p) for p in engine.module.parameters()]
+    before = full_tensors(engine.module.parameters())
     loss = engine(*mine(0, rank, world))
     engine.backward(loss * float("inf") if rank == world - 1 else loss)
     engine.step()
-    unchanged = all(torch.equal(full_tensor(p), b) for p, b in zip(engine.module.parameters(), before, strict=True))
+    unchanged = all(torch.equal(p, b) for p, b in zip(full_tensors(engine.module.parameters()), before, strict=True))
     for step in range(1, 3):
         engine.backward(engine(*mine(step, rank, world)))
         engine.step()
-    moved = any(not torch.equal(full_tensor(p), b) for p, b in zip(engine.module.parameters(), before, strict=True))
+    moved = any(not torch.equal(p, b) for p, b in zip(full_tensors(engine.module.parameters()), before, strict=True))
     finite = all(bool(full_tensor(p).isfinite().all()) for p in engine.module.parameters())
     return unchanged, moved, finite, engine.skipped_steps, engine.global_steps
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
-from tests.dist.parity import ParityCase, bitwise_equal, full_tensor, run_engine, run_plain
+from tests.dist.parity import ParityCase, bitwise_equal, full_tensors, run_engine, run_plain
 from tests.harness import run_ranks
 from tests.marks import nightly
 
@@ -88,8 +88,8 @@ def _epoch(rank, world, stage, how):
         reference(*(torch.cat(parts) for parts in gathered)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    pairs = zip(engine.module.parameters(), reference.parameters(), strict=True)
-    worst = max(float((full_tensor(a) - b.detach()).abs().max()) for a, b in pairs)
+    pairs = zip(full_tensors(engine.module.parameters()), reference.parameters(), strict=True)
+    worst = max(float((a - b.detach()).abs().max()) for a, b in pairs)
     return [len(window) for window in windows], worst
 
 
@@ -130,9 +130,7 @@ def _delays(rank, world, stage):
             total += loss.detach()
         dist.all_reduce(total)
         losses.append(float(total) / (2 * world))
-    return losses == quiet.losses and bitwise_equal(
-        [full_tensor(p) for p in engine.module.parameters()], quiet.parameters
-    )
+    return losses == quiet.losses and bitwise_equal(full_tensors(engine.module.parameters()), quiet.parameters)
 
 
 @pytest.mark.parametrize("stage", [0, nightly(1), 3])
@@ -155,7 +153,7 @@ def _recompute(rank, world, stage, section):
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-        outcomes.append((losses, [full_tensor(p) for p in engine.module.parameters()]))
+        outcomes.append((losses, full_tensors(engine.module.parameters())))
     (plain, a), (recomputed, b) = outcomes
     return plain == recomputed and bitwise_equal(a, b)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.dist.models import make_batch, tiny_gpt
-from tests.dist.parity import bitwise_equal, full_tensor
+from tests.dist.parity import bitwise_equal, full_tensors
 from tests.marks import nightly
 
 
@@ -67,7 +67,7 @@ def _train(rank, world, stage, burns, when, accumulation=1):
             continue
         engine.step()
         position += 1
-    parameters = [full_tensor(p) for p in engine.module.parameters()]
+    parameters = full_tensors(engine.module.parameters())
     engine.close()
     return raised, parameters
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests import inspect
 from tests.dist.moe_models import SEQ_LEN, build_model, compute_loss, make_batch
-from tests.dist.parity import full_tensor
+from tests.dist.parity import full_named, full_tensor
 from tests.dist.tensor_parity import TrainResult, make_config
 from tests.harness import run_ranks
 from tests.marks import nightly
@@ -68,7 +68,7 @@ def _engine(
         total = loss.detach().clone()
         dist.all_reduce(total)
         losses.append(float(total) / world)
-    parameters = {n: full_tensor(p) for n, p in engine.module.named_parameters()}
+    parameters = full_named(engine.module.named_parameters())
     engine.close()
     return TrainResult(losses, gradients, parameters)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests import inspect
-from tests.dist.parity import full_tensor
+from tests.dist.parity import full_tensors
 from tests.dist.tensor_parity import TrainResult, make_config, train_engine, train_plain
 from tests.harness import run_ranks
 from tests.marks import nightly
@@ -187,7 +187,7 @@ def _saved(rank: int, world: int, ep: int, stage: int, load: str | None, save: s
     engine.save_checkpoint(save)
     own = list(engine.module.parameters())
     moments = [engine.optimizer.state[p][key] for p in own for key in ("exp_avg", "exp_avg_sq")]
-    values = [full_tensor(t).numpy() for t in (*own, *moments)]
+    values = [t.numpy() for t in full_tensors((*own, *moments))]
     engine.close()
     return values
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.dist.parity import bitwise_equal, full_tensor
+from tests.dist.parity import bitwise_equal, full_named
 from tests.harness import run_ranks
 from tests.marks import nightly
 from thalweg.zero.whole_parameter import get_shard
@@ -175,7 +175,7 @@ def train(rank: int, kind: str, config: dict[str, Any]) -> tuple[list[float], li
 
     model, wrong = Model(kind), []
     engine, *_ = thalweg.initialize(model=model, config=config)
-    before = {name: full_tensor(p) for name, p in engine.module.named_parameters()}
+    before = full_named(engine.module.named_parameters())
     expected = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8, "int4": torch.uint8}
     for name, value in before.items():
         if name.endswith("base") and value.dtype != expected[kind]:
@@ -189,7 +189,7 @@ def train(rank: int, kind: str, config: dict[str, Any]) -> tuple[list[float], li
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    after = {name: full_tensor(p) for name, p in engine.module.named_parameters()}
+    after = full_named(engine.module.named_parameters())
     for name, value in after.items():
         moves = name.endswith(("up", "down")) or (thaws and name.endswith("base"))
         if moves == torch.equal(value, before[name]):

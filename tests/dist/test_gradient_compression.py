@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.dist.models import make_batch
-from tests.dist.parity import bitwise_equal, full_tensor, largest_difference, train
+from tests.dist.parity import bitwise_equal, full_tensor, full_tensors, largest_difference, train
 from tests.dist.test_optim_onebit import APART, IN_PAIRS, Net, Slopes, Wide, place
 from tests.harness import run_ranks
 from tests.marks import nightly
@@ -520,7 +520,7 @@ def _precision(rank: int, world: int, kind: str, stage: int, hosts: str, more: d
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    return [full_tensor(p).clone() for p in engine.module.parameters()], losses[0], losses[-1], engine.skipped_steps
+    return full_tensors(engine.module.parameters()), losses[0], losses[-1], engine.skipped_steps
 
 
 @pytest.mark.nightly

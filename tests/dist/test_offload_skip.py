@@ -10,7 +10,7 @@ import torch
 
 from tests import inspect
 from tests.dist.models import tiny_gpt
-from tests.dist.parity import bitwise_equal, full_tensor
+from tests.dist.parity import bitwise_equal, full_tensor, full_tensors
 from tests.dist.test_offload_use import mine, start
 from tests.harness import run_ranks
 from tests.marks import nightly
@@ -54,7 +54,7 @@ def _train(rank, world, folder, tiers, where, broken, **more):
         found.append(loss.item() if step not in broken else 0.0)
     states = [engine.optimizer.state[p] for p in engine.optimizer.param_groups[0]["params"]]
     moments = [float(full_tensor(state["exp_avg"]).double().sum()) for state in states]
-    parameters = [full_tensor(p) for p in engine.module.parameters()]
+    parameters = full_tensors(engine.module.parameters())
     engine.close()
     return found, moments, parameters
 
@@ -128,7 +128,7 @@ def _dropped(rank, world):
                     engine.zero_grad()
                 engine.backward(engine(*mine(step, rank, world)))
                 engine.step()
-            results.append([full_tensor(p) for p in engine.module.parameters()])
+            results.append(full_tensors(engine.module.parameters()))
             engine.close()
     return bitwise_equal(*results)
 
@@ -151,14 +151,14 @@ def _on_the_host(rank, world):
         engine = start(tiny_gpt(), folder, "none", "cpu", log_level="warning")
         logger = logging.getLogger("thalweg")
         logger.addHandler(handler := Keep(level=logging.WARNING))
-        before = [full_tensor(p) for p in engine.module.parameters()]
+        before = full_tensors(engine.module.parameters())
         handle = _break(engine.module, "block", rank, world - 1)
         engine.backward(engine(*mine(0, rank, world)))
         engine.step()
         handle.remove()
         logger.removeHandler(handler)
         names = [name for name, _ in engine.module.named_parameters()]
-        after = [full_tensor(p) for p in engine.module.parameters()]
+        after = full_tensors(engine.module.parameters())
         changed = {name for name, a, b in zip(names, before, after, strict=True) if not torch.equal(a, b)}
         skipped, on_cpu = engine.skipped_steps, engine.device.type == "cpu"
         engine.close()
@@ -167,7 +167,7 @@ def _on_the_host(rank, world):
         handle = _break(waits.module, "block", rank, world - 1)
         waits.backward(waits(*mine(0, rank, world)))
         waits.step()
-        same = bitwise_equal([full_tensor(p) for p in waits.module.parameters()], before)
+        same = bitwise_equal(full_tensors(waits.module.parameters()), before)
         waits.close()
     return skipped, changed, lines, same, on_cpu
 

@@ -13,7 +13,7 @@ import torch
 import thalweg
 from tests import inspect
 from tests.dist.models import make_batch, tiny_gpt
-from tests.dist.parity import bitwise_equal, full_tensor
+from tests.dist.parity import bitwise_equal, full_tensors
 from tests.dist.test_engine import Branching
 from tests.dist.test_exception_recovery import Fused
 from tests.harness import run_ranks
@@ -53,7 +53,7 @@ def mine(step, rank, world):
 
 def values(engine):
     """The full parameters, the engine closed."""
-    found = [full_tensor(p) for p in engine.module.parameters()]
+    found = full_tensors(engine.module.parameters())
     engine.close()
     return found
 
@@ -87,11 +87,11 @@ def _a_mixture(rank, world, folder):
             engine.backward(engine(*mine(2 * step + 1, rank, world)))
             engine.step()
             named = dict(engine.module.named_parameters())
-            notes.append(float(sum(full_tensor(p).double().sum() for p in named.values())))
+            notes.append(float(sum(p.double().sum() for p in full_tensors(named.values()))))
             assert list(named) == list(dict(tiny_gpt().named_parameters()))
         loss = engine(*mine(9, rank, world))  # nobody's engine.backward: gradients stay to be looked at
         loss.backward()
-        notes.append(float(sum(full_tensor(p.grad).double().sum() for p in engine.module.parameters())))
+        notes.append(float(sum(g.double().sum() for g in full_tensors(p.grad for p in engine.module.parameters()))))
         engine.optimizer.step()
         engine.optimizer.zero_grad()
         results.append(values(engine))
@@ -261,7 +261,7 @@ def _two_backwards(rank, world, folder):
 
 def _not_finite(rank, world, folder):
     engine = start(tiny_gpt(), folder)
-    before = [full_tensor(p) for p in engine.module.parameters()]
+    before = full_tensors(engine.module.parameters())
     loss = engine(*mine(0, rank, world))
     engine.backward(loss * float("nan"))
     engine.step()

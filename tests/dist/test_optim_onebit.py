@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.models import VOCAB_SIZE, make_batch
-from tests.dist.parity import full_tensor, largest_difference, train
+from tests.dist.parity import full_tensor, full_tensors, largest_difference, train
 from tests.harness import run_ranks
 from tests.marks import nightly
 from thalweg.config import ConfigError, load_config
@@ -368,7 +368,7 @@ def _trajectory(
     engine = make_engine(name, stage, MODELS[model](), **options)
     train(engine, rank, world, 0, steps, micros)
     engine.optimizer.consolidate_state_dict()
-    params = [full_tensor(p).cpu() for p in engine.module.parameters()]
+    params = full_tensors(engine.module.parameters())
     engine.close()
     return params
 
@@ -663,7 +663,7 @@ def _load_owed(
     owed = _owed(engine)
     train(engine, rank, world, AT, UNTIL)
     engine.optimizer.consolidate_state_dict()
-    return owed, [full_tensor(p).clone() for p in engine.module.parameters()]
+    return owed, full_tensors(engine.module.parameters())
 
 
 def _workers(world: int, hosts: str, stage: int) -> tuple[int, int, int]:
@@ -725,7 +725,7 @@ def _precision(rank: int, world: int, name: str, stage: int, more: dict[str, Any
         engine.step()
         losses.append(loss.item())
     engine.optimizer.consolidate_state_dict()
-    return [full_tensor(p).clone() for p in engine.module.parameters()], losses[0], losses[-1]
+    return full_tensors(engine.module.parameters()), losses[0], losses[-1]
 
 
 BF16 = {"bf16": {"enabled": True}}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.models import VOCAB_SIZE, make_batch
-from tests.dist.parity import full_tensor, largest_difference, train
+from tests.dist.parity import full_tensor, full_tensors, largest_difference, train
 from tests.harness import run_ranks
 from tests.marks import nightly
 
@@ -216,15 +216,15 @@ def _save(rank: int, world: int, folder: str) -> list[Tensor]:
     train(engine, rank, world, 0, 12)
     engine.save_checkpoint(folder, tag="here")
     states = [engine.optimizer.state[p] for p in engine.module.parameters()]
-    moments = [full_tensor(state.get("sites.exp_avg", state.get("exp_avg"))) for state in states]
-    return [full_tensor(p).clone() for p in engine.module.parameters()] + moments
+    moments = full_tensors(state.get("sites.exp_avg", state.get("exp_avg")) for state in states)
+    return full_tensors(engine.module.parameters()) + moments
 
 
 def _load_elsewhere(rank: int, world: int, site_size: int, more: dict[str, Any], folder: str) -> list[Tensor]:
     engine = make_engine(rank, site_size, **more)
     engine.load_checkpoint(folder, tag="here")
-    params = [full_tensor(p).clone() for p in engine.module.parameters()]
-    moments = [full_tensor(engine.optimizer.state[p]["exp_avg"]) for p in engine.module.parameters()]
+    params = full_tensors(engine.module.parameters())
+    moments = full_tensors(engine.optimizer.state[p]["exp_avg"] for p in engine.module.parameters())
     assert all(bool(p.isfinite().all()) for p in train(engine, rank, world, 12, 18))
     assert more.get("outer_optimizer", True) or not any(
         "outer" in key for s in engine.optimizer.state.values() for key in s

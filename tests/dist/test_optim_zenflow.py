@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.dist.models import make_batch, tiny_gpt
-from tests.dist.parity import full_tensor
+from tests.dist.parity import full_tensors
 from tests.harness import run_ranks
 from tests.marks import nightly
 from thalweg.config.schema.zero import ZenFlow
@@ -68,7 +68,7 @@ def _train(engine: Any, rank: int, world: int, first: int, last: int) -> list[An
         tokens, labels = make_batch(step, 2 * world)
         engine.backward(engine(tokens[rank::world], labels[rank::world]))
         engine.step()
-    return [full_tensor(p).numpy() for p in engine.module.parameters()]
+    return [p.numpy() for p in full_tensors(engine.module.parameters())]
 
 
 def _stop_and_go_on(rank: int, world: int, stage: int, folder: str) -> tuple[bool, bool, bool]:

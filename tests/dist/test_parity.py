@@ -11,6 +11,8 @@ from tests.dist.parity import (
     ParityCase,
     TrainOutcome,
     bitwise_equal,
+    full_tensor,
+    full_tensors,
     ragged_windows,
     run_engine,
     run_plain,
@@ -98,3 +100,19 @@ def test_negative_controls_fail():
     """The matrix's tolerance is far below what any of these mistakes causes."""
     for name, worst in run_ranks(_wrong, 2)[0].items():
         assert worst > 10 * TOLERANCE["fp32"], name
+
+
+def _gathered(rank: int, world: int) -> list[bool]:
+    import thalweg
+
+    config = ParityCase(3).config()
+    engine, *_ = thalweg.initialize(model=OddShapesModel(), config=config)
+    params = list(engine.module.parameters())
+    return [torch.equal(one, full_tensor(p)) for one, p in zip(full_tensors(params), params, strict=True)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_shards_that_cross_together_are_what_each_gives(world):
+    """What most tests compare is what torch gathers, of fewer rows than ranks too."""
+    for equal in run_ranks(_gathered, world):
+        assert len(equal) > 8 and all(equal)

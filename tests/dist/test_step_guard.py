@@ -14,7 +14,7 @@ import torch
 
 import thalweg
 from tests.dist.models import make_batch, tiny_gpt
-from tests.dist.parity import bitwise_equal, full_tensor
+from tests.dist.parity import bitwise_equal, full_tensors
 from tests.harness import run_ranks
 from tests.marks import nightly
 from thalweg.config import ConfigError, load_config
@@ -57,8 +57,8 @@ def read(engine: Any) -> list[torch.Tensor]:
     """Parameters and optimizer states, whole."""
     shards = [shard for _, shard in named_shards(engine.module)]
     states = [engine.optimizer.state[shard] for shard in shards]
-    moments = [full_tensor(state[key]) for state in states for key in ("exp_avg", "exp_avg_sq") if key in state]
-    return [*(full_tensor(shard) for shard in shards), *moments]
+    moments = [state[key] for state in states for key in ("exp_avg", "exp_avg_sq") if key in state]
+    return full_tensors((*shards, *moments))
 
 
 @contextmanager

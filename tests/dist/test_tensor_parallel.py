@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.dist.parity import full_tensor
+from tests.dist.parity import full_named, full_tensors
 from tests.dist.tensor_models import MODELS, build_model, compute_loss, make_batch
 from tests.dist.tensor_parity import TrainResult, make_config, run_engine, run_plain
 from tests.harness import run_ranks
@@ -132,7 +132,7 @@ def _checkpoint(
         state = engine.optimizer.state
         own = list(engine.module.parameters())
         moments = [state[p][key] for p in own for key in ("exp_avg", "exp_avg_sq")]
-        values.append([full_tensor(t).numpy() for t in (*own, *moments)])
+        values.append([t.numpy() for t in full_tensors((*own, *moments))])
         engine.close()
     return values
 
@@ -154,7 +154,7 @@ def _values(model: torch.nn.Module, world: int) -> dict[str, torch.Tensor]:
     import thalweg
 
     engine, *_ = thalweg.initialize(model=model, config=make_config(1, world, 2, 1))
-    found = {name: full_tensor(p).clone() for name, p in engine.module.named_parameters()}
+    found = full_named(engine.module.named_parameters())
     found |= {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
     for step in range(2):
         loss = compute_loss(engine, make_batch(step, 2))

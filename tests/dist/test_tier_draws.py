@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tests.dist import tensor_models
 from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
-from tests.dist.parity import full_tensor
+from tests.dist.parity import full_named
 from tests.harness import run_ranks
 from tests.marks import nightly
 
@@ -138,7 +138,7 @@ def _train(one: Draw, rank: int, world: int, folder: str, tiers: bool) -> tuple[
             micro += 1
         dist.all_reduce(total)
         losses.append(float(total) / world / one["accumulation"])
-    found = {name: full_tensor(p) for name, p in engine.module.named_parameters()}
+    found = full_named(engine.module.named_parameters())
     engine.close()
     return losses, found
 

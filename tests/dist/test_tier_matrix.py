@@ -26,7 +26,7 @@ from torch import nn
 
 from tests import inspect
 from tests.dist.models import make_batch
-from tests.dist.parity import bitwise_equal, full_tensor
+from tests.dist.parity import bitwise_equal, full_tensors
 from tests.harness import run_ranks
 from thalweg.zero.fsdp2 import private_api
 from thalweg.zero.whole_parameter import get_shard
@@ -161,7 +161,7 @@ def _train(cell, dtype, rank, world, folder):
         wrong.append(f"parameters are in {masters}")
     if (saved > 0) != (cell.activations == "nvme"):
         wrong.append(f"{saved} activations went to disk")
-    values = [full_tensor(tensor) for tensor in (*engine.module.parameters(), *moments)]
+    values = full_tensors((*engine.module.parameters(), *moments))
     engine.close()
     return losses, values, wrong
 

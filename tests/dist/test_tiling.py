@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.dist.models import make_batch, tiny_gpt
-from tests.dist.parity import ParityCase, bitwise_equal, full_tensor, run_engine
+from tests.dist.parity import ParityCase, bitwise_equal, full_tensors, run_engine
 from tests.harness import run_ranks
 from tests.marks import nightly
 
@@ -91,7 +91,7 @@ def _logits(rank: int, world: int, stage: int) -> dict[str, Any]:
         out.logits.sum()
     except RuntimeError as error:
         found["late"] = str(error)
-    same = [full_tensor(p) for p in engine.module.parameters()]
+    same = full_tensors(engine.module.parameters())
     found["moved"] = any(not torch.equal(a, b) for a, b in zip(same, plain.parameters(), strict=True))
     engine.close()
     return found

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import inspect
-from tests.dist.parity import full_tensor
+from tests.dist.parity import full_named
 from tests.dist.pipeline_parity import PipelineCase, PipelineResult, run_engine, run_plain
 from tests.dist.test_pipeline_engine import TOLERANCE
 from tests.harness import run_ranks
@@ -66,7 +66,7 @@ def _loop(case: PipelineCase, world: int, how: str) -> PipelineResult:
             engine.optimizer.step()
             engine.optimizer.zero_grad()
         norms.append(engine.get_global_grad_norm())
-    found = {name: full_tensor(p).tolist() for name, p in engine.module.named_parameters()}
+    found = {name: p.tolist() for name, p in full_named(engine.module.named_parameters()).items()}
     engine.close()
     return PipelineResult([], norms, found)
 

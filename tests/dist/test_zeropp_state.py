@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests import inspect
 from tests.dist.models import make_batch, tiny_gpt
-from tests.dist.parity import bitwise_equal, full_tensor
+from tests.dist.parity import bitwise_equal, full_tensors
 from tests.dist.zeropp_support import (
     FEATURE_SETS,
     HPZ,
@@ -147,19 +147,19 @@ def _checkpoint(rank, world, folder, mix):
     engine = init_engine(tiny_gpt(), mix)
     train_steps(engine, rank, world, 3)
     engine.save_checkpoint(folder, "here")
-    before = [full_tensor(p) for p in engine.module.parameters()]
+    before = full_tensors(engine.module.parameters())
     other = init_engine(tiny_gpt(seed=5), mix)
     other.load_checkpoint(folder, "here")
-    after = [full_tensor(p) for p in other.module.parameters()]
+    after = full_tensors(other.module.parameters())
     a, b = train_steps(engine, rank, world, 3, first=3), train_steps(other, rank, world, 3, first=3)
-    ends = [[full_tensor(p) for p in one.module.parameters()] for one in (engine, other)]
+    ends = [full_tensors(one.module.parameters()) for one in (engine, other)]
     return bitwise_equal(before, after), a == b and bitwise_equal(*ends), _bits(before)
 
 
 def _load_alone(rank, world, folder):
     engine = init_engine(tiny_gpt(seed=7), {}, stage=0)
     engine.load_checkpoint(folder, "here")
-    return _bits([full_tensor(p) for p in engine.module.parameters()])
+    return _bits(full_tensors(engine.module.parameters()))
 
 
 def _bits(tensors):
@@ -208,7 +208,7 @@ def _with_offload(rank, world, layout):
                 engine = init_engine(tiny_gpt(), mix)
                 found = (
                     train_steps(engine, rank, world, 3),
-                    [full_tensor(p) for p in engine.module.parameters()],
+                    full_tensors(engine.module.parameters()),
                 )
                 engine.close()
                 known = known or found
@@ -275,12 +275,12 @@ def _overflow(rank, world):
     set_fake_host(LAYOUTS["2 + 2"], rank)
     engine = init_engine(tiny_gpt(), {**ALL, **LOCO})
     train_steps(engine, rank, world, 1)
-    before = [full_tensor(p) for p in engine.module.parameters()]
+    before = full_tensors(engine.module.parameters())
     tokens, labels = make_batch(9, 2)
     loss = engine(tokens, labels)
     engine.backward(loss * (float("inf") if rank == 3 else 1.0))
     engine.step()
-    after = [full_tensor(p) for p in engine.module.parameters()]
+    after = full_tensors(engine.module.parameters())
     losses = train_steps(engine, rank, world, 2)
     return engine.skipped_steps, bitwise_equal(before, after), all(x == x for x in losses)
 
