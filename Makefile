@@ -28,7 +28,7 @@ THREADS ?= 2
 # Modules are compiled where they are imported, once (see PYTHONPYCACHEPREFIX): most of what is installed never is.
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-compile
 # uv installs in six seconds what takes pip 45.  It reads no pip.conf: where it finds nothing, pip looks.
-INSTALL = $(VENV)/bin/uv pip install -q --python $(VENV)/bin/python $(1) 2>/dev/null || $(PIP) $(1)
+install = $(VENV)/bin/uv pip install -q --python $(VENV)/bin/python $(WHAT) 2>/dev/null || $(PIP) $(WHAT)
 TORCH_STAMP = $(VENV)/.torch-$(TORCH)
 DEMO_STAMP = $(VENV)/.installed-demo
 TEST_STAMP = $(VENV)/.installed-test
@@ -142,20 +142,23 @@ $(TORCH_STAMP):
 simdevice: $(TORCH_STAMP)
 	@$(VENV)/bin/python -W ignore -c "from tests import simdevice; simdevice.missing_tool() or simdevice.build()"
 
+$(DEMO_STAMP): WHAT = -c requirements/constraints.txt -e '.[demo]'
 $(DEMO_STAMP): $(TORCH_STAMP) $(SOURCES)
 	@echo "installing thalweg into $(VENV)"
-	@$(call INSTALL,-c requirements/constraints.txt -e '.[demo]')
+	@$(install)
 	@touch $@
 
+$(TEST_STAMP): WHAT = -c requirements/constraints.txt -e '.[demo,diffusion,hf,plots,monitor,serve,study,test]'
 $(TEST_STAMP): $(TORCH_STAMP) $(SOURCES)
 	@echo "installing thalweg with what its tests need into $(VENV)"
-	@$(call INSTALL,-c requirements/constraints.txt -e '.[demo,diffusion,hf,plots,monitor,serve,study,test]')
+	@$(install)
 	@touch $@ $(DEMO_STAMP)
 
 # Lightning and TRL are no extra: nothing in the package imports them but what their users call.
+$(VENV)/.installed-compat: WHAT = -c requirements/constraints.txt -e '.[hf,test]' lightning trl==1.16.0
 $(VENV)/.installed-compat: $(TORCH_STAMP) $(SOURCES)
 	@echo "installing thalweg with Lightning and TRL into $(VENV)"
-	@$(call INSTALL,-c requirements/constraints.txt -e '.[hf,test]' lightning trl==1.16.0)
+	@$(install)
 	@touch $@
 
 PEERS_PYTHON = $(PYTHON)
