@@ -44,6 +44,8 @@ demo: $(DEMO_STAMP)
 # the writing off (containers do): each of the hundreds of processes of a run would then compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/pycache
+# A rank that compiles one function starts no pool of processes for it, each of which would import torch.
+export TORCHINDUCTOR_COMPILE_THREADS := 1
 
 # Three phases.  Tests that wait within limits of time for what others do come first: one core is enough for them, and
 # `make gate` gives the other to lint.  Tests that measure time, or look at what all processes share, have the machine to
