@@ -1,0 +1,104 @@
+"""All rows of this machine from one commit: each benchmark with what its page in `results/` is made with, in turn.
+
+What ended well stands in `results/rows.json` and is not run again for the same commit on the same machine, so that a
+run that was cut off, or one of `--minutes`, goes on where it stopped: all of them take about six hours of a machine
+that does nothing else.  A benchmark of another commit or machine is run anew.
+
+    python bench/rows.py --minutes 90
+    python bench/rows.py --list
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from _peers import ROOT
+from _report import commit, format_machine, machine_info, markdown_table, write_result
+
+# The shorter ones first; what takes longest, last.
+COMMANDS = (
+    "start.py",
+    "train_step.py --model small --ranks 2",
+    "train_step.py --model 69m --ranks 2",
+    "nvme.py",
+    "pipeline_bubble.py --ranks 4 --micro-batches 8 --cost-ms 60 --steps 3",
+    "moe.py --only cost",
+    "infer.py --model flan-t5-small",
+    "serve.py --rates 4",
+    "serve.py --rates 8",
+    "infer.py",
+    "infer_offload.py",
+    "hosts.py --model small --ranks-per-host 1 2 --rate none 1gbit",
+    "hosts.py --model 69m --ranks-per-host 1 --rate none",
+    "offload.py --case nvme",
+    "offload.py --case host",
+    "offload.py --case hf-1.5b",
+    "train_step.py --model hf-small hf-69m --ranks 2",
+    "train_step.py --model small --ranks 4",
+    "train_step.py --model 69m --ranks 4",
+    "zeropp.py --rate 1gbit",
+    "parallel.py",
+    "serve.py --rates 2",
+    "optimizer_state.py",
+    "quality.py",
+    "offload.py --case equality",
+    "offload.py --case gpt2-1.5b",
+)
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none after so many")
+    parser.add_argument("--only", nargs="+", default=[], help="scripts, without .py")
+    parser.add_argument("--list", action="store_true", help="say what is there and what is missing")
+    args = parser.parse_args()
+    version, machine = commit(), format_machine(machine_info())
+    path = ROOT / "results" / "rows.json"
+    old: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else []
+    runs = {run["command"]: run for run in old if run["command"] in COMMANDS}
+    current = {name for name, run in runs.items() if (run["commit"], run["machine"]) == (version, machine)}
+    names = [n for n in COMMANDS if n not in current and (not args.only or n.partition(".py")[0] in args.only)]
+    print(f"{version}: {len(current)} of {len(COMMANDS)} there", flush=True)
+    if args.list:
+        print("\n".join(names))
+        return 0
+    started, failed = time.monotonic(), 0
+    for name in names:
+        if time.monotonic() - started > 60 * args.minutes:
+            break
+        print(name, flush=True)
+        begun = time.monotonic()
+        done = subprocess.run([sys.executable, *shlex.split(f"bench/{name}"), "--write"], cwd=ROOT)
+        minutes = (time.monotonic() - begun) / 60
+        failed += done.returncode != 0
+        print(f"{name}: {minutes:.1f} min, exit {done.returncode}", flush=True)
+        if done.returncode == 0:
+            date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+            where = {"commit": version, "machine": machine, "date": date}
+            runs[name] = {"command": name, **where, "minutes": round(minutes, 1)}
+            _write(list(runs.values()))
+    return min(failed, 1)
+
+
+def _write(runs: list[dict[str, Any]]) -> None:
+    runs.sort(key=lambda run: COMMANDS.index(run["command"]))
+    letters = {machine: chr(ord("A") + i) for i, machine in enumerate(dict.fromkeys(run["machine"] for run in runs))}
+    lines = [
+        [*(str(run[key]) for key in ("command", "commit", "date", "minutes")), letters[run["machine"]]] for run in runs
+    ]
+    page = ["# Which rows are from which commit", "", "Made by `python bench/rows.py`.", ""]
+    page += [f"- {letter}: {machine}" for machine, letter in letters.items()]
+    page += ["", markdown_table(["benchmark", "commit", "date", "minutes", "machine"], lines)]
+    write_result("rows", {"bench": "rows", "runs": runs}, "\n".join(page))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
