@@ -2,7 +2,8 @@
 
 What ended well stands in `results/rows.json` and is not run again for the same commit on the same machine, so that a
 run that was cut off, or one of `--minutes`, goes on where it stopped: all of them take about six hours of a machine
-that does nothing else.  A benchmark of another commit or machine is run anew.
+that does nothing else.  A benchmark of another commit or machine is run anew.  A peer that is not there would be
+a row without figures, so that none begins before fio, iproute2, DeepSpeed and vLLM are there.
 
     python bench/rows.py --minutes 90
     python bench/rows.py --list
@@ -13,14 +14,16 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import time
 from datetime import UTC, datetime
 from typing import Any
 
-from _peers import ROOT
+from _peers import ROOT, aio_missing_reason
 from _report import commit, format_machine, machine_info, markdown_table, write_result
+from _serve_peers import missing_reason
 
 # The shorter ones first; what takes longest, last.
 COMMANDS = (
@@ -70,6 +73,10 @@ def main() -> int:
     if args.list:
         print("\n".join(names))
         return 0
+    reasons = {"DeepSpeed": aio_missing_reason(), "vLLM": missing_reason("vllm")}
+    reasons |= {tool: "not installed" for tool in ("fio", "ip") if shutil.which(tool) is None}
+    if missing := [f"{name}: {reason}" for name, reason in reasons.items() if reason]:
+        parser.error("; ".join(missing))
     started, failed = time.monotonic(), 0
     for name in names:
         if time.monotonic() - started > 60 * args.minutes:

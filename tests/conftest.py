@@ -59,7 +59,9 @@ def pytest_collection_finish() -> None:
 def _log_level() -> Iterator[None]:
     """A config's "log_level" is of the whole process: the next test begins with what the package has by itself."""
     yield
-    logging.getLogger("thalweg").setLevel(logging.INFO)
+    logger = logging.getLogger("thalweg")
+    if logger.level != logging.INFO:  # setting it makes logging forget what each of 2,000 loggers is to say
+        logger.setLevel(logging.INFO)
 
 
 @pytest.hookimpl(tryfirst=True)
