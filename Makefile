@@ -28,13 +28,14 @@ THREADS ?= 2
 # Modules are compiled where they are imported, once (see PYTHONPYCACHEPREFIX): most of what is installed never is.
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-compile
 # uv installs in six seconds what takes pip 45.  It reads no pip.conf: where it finds nothing, pip looks.
-install = $(VENV)/bin/uv pip install -q --python $(VENV)/bin/python $(WHAT) 2>/dev/null || $(PIP) $(WHAT)
+install = $(VENV)/bin/uv pip install -q --python $(VENV)/bin/python $(PINNED) $(WHAT) 2>/dev/null || $(PIP) $(PINNED) $(WHAT)
+PINNED = -c requirements/constraints.txt
 TORCH_STAMP = $(VENV)/.torch-$(TORCH)
 DEMO_STAMP = $(VENV)/.installed-demo
 TEST_STAMP = $(VENV)/.installed-test
 SOURCES = pyproject.toml requirements/constraints.txt
 
-.PHONY: demo test gate prepare simdevice nightly sim compat fast durations lint gpu format clean
+.PHONY: demo test gate prepare nightly sim compat fast durations lint gpu format clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_STAMP)
@@ -44,8 +45,6 @@ demo: $(DEMO_STAMP)
 # the writing off (containers do): each of the hundreds of processes of a run would then compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/pycache
-# A rank that compiles one function starts no pool of processes for it, each of which would import torch.
-export TORCHINDUCTOR_COMPILE_THREADS := 1
 
 # Three phases.  Tests that wait within limits of time for what others do come first: one core is enough for them, and
 # `make gate` gives the other to lint.  Tests that measure time, or look at what all processes share, have the machine to
@@ -76,8 +75,7 @@ gate: $(TEST_STAMP)
 
 prepare: $(TEST_STAMP)
 	@$(PYTEST) --collect-only -qq -m "not alone and not waits $(GATE)" -p no:cacheprovider >/dev/null; \
-	$(VENV)/bin/python -c "import tests.preload"
-	@$(MAKE) --no-print-directory simdevice
+	$(VENV)/bin/python -c "from tests import preload, simdevice; simdevice.missing_tool() or simdevice.build()"
 
 # Each other Python and torch has an environment of its own, which stays; one that does not install is left out, and said.
 OTHER_PYTHONS ?= $(shell for p in python3.11 python3.12 python3.13 python3.14; do \
@@ -138,26 +136,23 @@ $(TORCH_STAMP):
 	@echo "making $(VENV) with torch $(TORCH) (once; some minutes)"
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) torch==$(TORCH)
-	@$(PIP) -c requirements/constraints.txt uv 2>/dev/null || true
+	@$(PIP) $(PINNED) uv 2>/dev/null || true
 	@touch $@
 
-simdevice: $(TORCH_STAMP)
-	@$(VENV)/bin/python -W ignore -c "from tests import simdevice; simdevice.missing_tool() or simdevice.build()"
-
-$(DEMO_STAMP): WHAT = -c requirements/constraints.txt -e '.[demo]'
+$(DEMO_STAMP): WHAT = -e '.[demo]'
 $(DEMO_STAMP): $(TORCH_STAMP) $(SOURCES)
 	@echo "installing thalweg into $(VENV)"
 	@$(install)
 	@touch $@
 
-$(TEST_STAMP): WHAT = -c requirements/constraints.txt -e '.[demo,diffusion,hf,plots,monitor,serve,study,test]'
+$(TEST_STAMP): WHAT = -e '.[demo,diffusion,hf,plots,monitor,serve,study,test]'
 $(TEST_STAMP): $(TORCH_STAMP) $(SOURCES)
 	@echo "installing thalweg with what its tests need into $(VENV)"
 	@$(install)
 	@touch $@ $(DEMO_STAMP)
 
 # Lightning and TRL are no extra: nothing in the package imports them but what their users call.
-$(VENV)/.installed-compat: WHAT = -c requirements/constraints.txt -e '.[hf,test]' lightning trl==1.16.0
+$(VENV)/.installed-compat: WHAT = -e '.[hf,test]' lightning trl==1.16.0
 $(VENV)/.installed-compat: $(TORCH_STAMP) $(SOURCES)
 	@echo "installing thalweg with Lightning and TRL into $(VENV)"
 	@$(install)

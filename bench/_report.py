@@ -107,11 +107,16 @@ def commit() -> str:
     return f"{name}+changes" if git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results") else name
 
 
+def now() -> str:
+    """Return the date of a row, to the minute."""
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
 def make_result(bench: str, rows: Iterable[Row], **extra: Any) -> dict[str, Any]:
     """Return the one JSON object of a benchmark."""
     return {
         "bench": bench,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": now(),
         "commit": commit(),
         "machine": machine_info(),
         "rows": [row.to_dict() for row in rows],

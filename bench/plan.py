@@ -19,13 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from _peers import ROOT
 from _plan_cases import CASES, HELD_OUT, case_name, draw_cases
-from _report import Row, commit, format_machine, make_result, markdown_table, write_result
+from _report import Row, commit, format_machine, make_result, markdown_table, now, write_result
 
 WORKER = Path(__file__).resolve().parent / "_plan_worker.py"
 
@@ -205,8 +204,7 @@ def main() -> int:
     found = []
     for case in cases:
         try:
-            now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-            at, reports = kept.get(case_name(case)) or (f"{now}, commit {commit()}", measure(case))
+            at, reports = kept.get(case_name(case)) or (f"{now()}, commit {commit()}", measure(case))
             found.append({**compare(case, reports), "measured_at": at})
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             print(f"{case_name(case)} failed: {error}", file=sys.stderr)

@@ -1,9 +1,10 @@
-"""All rows of this machine from one commit: each benchmark with what its page in `results/` is made with, in turn.
+"""Rows of one commit on one machine: benchmarks with the options that their pages in `results/` have, in turn.
 
-What ended well stands in `results/rows.json` and is not run again for the same commit on the same machine, so that a
-run that was cut off, or one of `--minutes`, goes on where it stopped: all of them take about six hours of a machine
-that does nothing else.  A benchmark of another commit or machine is run anew.  A peer that is not there would be
-a row without figures, so that none begins before fio, iproute2, DeepSpeed and vLLM are there.
+What ended well stands in `results/rows.json` and is not run again for the same commit on the same machine (as far as
+its processor, cores, memory, torch and Python tell), so that a run that was cut off, or one of `--minutes`, goes on
+where it stopped: all of them take hours of a machine that does nothing else.  A peer that is not there would be a row
+without figures, so that none begins before fio, iproute2, DeepSpeed and vLLM are there.  Left to themselves: what
+needs a GPU or compiles its peers once more (`--isa`), and `plan.py`, whose cases are to be drawn unseen.
 
     python bench/rows.py --minutes 90
     python bench/rows.py --list
@@ -18,11 +19,11 @@ import shutil
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
+from string import ascii_uppercase
 from typing import Any
 
 from _peers import ROOT, aio_missing_reason
-from _report import commit, format_machine, machine_info, markdown_table, write_result
+from _report import commit, format_machine, machine_info, markdown_table, now, write_result
 from _serve_peers import missing_reason
 
 # The shorter ones first; what takes longest, last.
@@ -60,7 +61,8 @@ def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none after so many")
-    parser.add_argument("--only", nargs="+", default=[], help="scripts, without .py")
+    scripts = list(dict.fromkeys(name.partition(".py")[0] for name in COMMANDS))
+    parser.add_argument("--only", nargs="+", choices=scripts, default=scripts)
     parser.add_argument("--list", action="store_true", help="say what is there and what is missing")
     args = parser.parse_args()
     version, machine = commit(), format_machine(machine_info())
@@ -68,7 +70,7 @@ def main() -> int:
     old: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else []
     runs = {run["command"]: run for run in old if run["command"] in COMMANDS}
     current = {name for name, run in runs.items() if (run["commit"], run["machine"]) == (version, machine)}
-    names = [n for n in COMMANDS if n not in current and (not args.only or n.partition(".py")[0] in args.only)]
+    names = [n for n in COMMANDS if n not in current and n.partition(".py")[0] in args.only]
     print(f"{version}: {len(current)} of {len(COMMANDS)} there", flush=True)
     if args.list:
         print("\n".join(names))
@@ -88,8 +90,7 @@ def main() -> int:
         failed += done.returncode != 0
         print(f"{name}: {minutes:.1f} min, exit {done.returncode}", flush=True)
         if done.returncode == 0:
-            date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-            where = {"commit": version, "machine": machine, "date": date}
+            where = {"commit": version, "machine": machine, "date": now()}
             runs[name] = {"command": name, **where, "minutes": round(minutes, 1)}
             _write(list(runs.values()))
     return min(failed, 1)
@@ -97,7 +98,7 @@ def main() -> int:
 
 def _write(runs: list[dict[str, Any]]) -> None:
     runs.sort(key=lambda run: COMMANDS.index(run["command"]))
-    letters = {machine: chr(ord("A") + i) for i, machine in enumerate(dict.fromkeys(run["machine"] for run in runs))}
+    letters = dict(zip(dict.fromkeys(run["machine"] for run in runs), ascii_uppercase, strict=False))
     lines = [
         [*(str(run[key]) for key in ("command", "commit", "date", "minutes")), letters[run["machine"]]] for run in runs
     ]

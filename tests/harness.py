@@ -371,6 +371,8 @@ def set_default_device(device: str) -> None:
     _pools.default_device = device
     if device == "cuda":  # the fork server must not begin to use the device that its ranks are to use
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    else:  # a rank that compiles one function starts no pool of processes for it, each of which would import torch
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
 def _end(processes: list[Any]) -> None:

@@ -307,7 +307,7 @@ def run_engine(case: PipelineCase, world: int, steps: int) -> PipelineResult:
         norms.append(engine.get_global_grad_norm())
     hidden = inspect.excluded_names(engine)
     named = engine.module.named_parameters(remove_duplicate=False)
-    parameters = full_named((name, p) for name, p in named if name not in hidden)
-    parameters = {name: value.tolist() for name, value in parameters.items()}
+    found = full_named((name, p) for name, p in named if name not in hidden)
+    parameters = {name: value.tolist() for name, value in found.items()}
     engine.close()
     return PipelineResult(losses, norms, parameters)

@@ -17,7 +17,16 @@ from torch.distributed.tensor import DTensor
 
 from tests import inspect
 from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
-from tests.dist.parity import FP32_SLACK, ParityCase, full_tensor, full_tensors, run_engine, run_plain
+from tests.dist.parity import (
+    FP32_SLACK,
+    ParityCase,
+    bitwise_equal,
+    full_tensor,
+    full_tensors,
+    largest_difference,
+    run_engine,
+    run_plain,
+)
 from tests.harness import is_device_real, run_ranks
 from tests.marks import nightly
 from thalweg.observe.flops_profiler import get_model_profile
@@ -54,8 +63,7 @@ def mine(step, rank, world):
 
 def distance(engine, reference) -> float:
     """Largest difference between the engine's parameters and a plain model's."""
-    pairs = zip(full_tensors(engine.module.parameters()), reference.parameters(), strict=True)
-    return max(float((a - b.detach()).abs().max()) for a, b in pairs)
+    return largest_difference(full_tensors(engine.module.parameters()), [p.detach() for p in reference.parameters()])
 
 
 # Row 8: a random branch in every step
@@ -201,8 +209,7 @@ def _plain_loop(rank, world, stage, dtype):
         driven.step()
         optimizer.step()
         optimizer.zero_grad()
-    pairs = zip(engine.module.parameters(), driven.module.parameters(), strict=True)
-    return worst, max(float((full_tensor(a) - full_tensor(b)).abs().max()) for a, b in pairs)
+    return worst, largest_difference(*(full_tensors(one.module.parameters()) for one in (engine, driven)))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", nightly("bf16"), "fp16"])
@@ -322,13 +329,13 @@ def _overflow(rank, world, stage, dtype):
     loss = engine(*mine(0, rank, world))
     engine.backward(loss * float("inf") if rank == world - 1 else loss)
     engine.step()
-    unchanged = all(torch.equal(p, b) for p, b in zip(full_tensors(engine.module.parameters()), before, strict=True))
+    unchanged = bitwise_equal(full_tensors(engine.module.parameters()), before)
     for step in range(1, 3):
         engine.backward(engine(*mine(step, rank, world)))
         engine.step()
-    moved = any(not torch.equal(p, b) for p, b in zip(full_tensors(engine.module.parameters()), before, strict=True))
-    finite = all(bool(full_tensor(p).isfinite().all()) for p in engine.module.parameters())
-    return unchanged, moved, finite, engine.skipped_steps, engine.global_steps
+    after = full_tensors(engine.module.parameters())
+    finite = all(bool(p.isfinite().all()) for p in after)
+    return unchanged, not bitwise_equal(after, before), finite, engine.skipped_steps, engine.global_steps
 
 
 @pytest.mark.parametrize("dtype", ["fp32", nightly("bf16"), "fp16"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.models import VOCAB_SIZE, make_batch, tiny_gpt
-from tests.dist.parity import ParityCase, full_tensors
+from tests.dist.parity import ParityCase, bitwise_equal, full_tensors
 from tests.harness import run_ranks
 from tests.marks import nightly
 from thalweg.nn.layer_drop import ProgressiveLayerDrop
@@ -128,7 +128,7 @@ def _parity(rank: int, world: int, stages: list[int], folder: str) -> list[tuple
         second.load_checkpoint(f"{folder}/{stage}")
         resumed += _train(second, rank, world, range(STEPS // 2, STEPS))
         weights = [full_tensors(one.module.parameters()) for one in (engine, second)]
-        found.append((losses, resumed, all(torch.equal(a, b) for a, b in zip(*weights, strict=True))))
+        found.append((losses, resumed, bitwise_equal(*weights)))
         for one in (engine, first, second):
             one.close()
     return found

@@ -29,6 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from thalweg.plan.spec.devices import DEVICES, Device
+
 DEVICE, NAME = "sim", "simulated"
 _SOURCES = ("device.cpp", "collectives.cpp", "autocast.cpp", "attention.cpp", "fused.cpp")
 _HERE = Path(__file__).parent
@@ -103,11 +105,9 @@ def register(num_devices: int = 1, memory_bytes: int = 4 << 30, like_mps: bool =
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     dist.Backend.register_backend("simccl", _make_backend, extended_api=True, devices=[DEVICE])
     dist.Backend.default_device_backend_map[DEVICE] = "gloo" if like_mps else "simccl"
-    from thalweg.plan.spec import devices  # what this file's other users do not all have
-
     # Of no importance, but there: each process would measure them anew, for up to five seconds.
     figures = dict.fromkeys(("fp32", "tf32", "fp16", "bf16"), 1e11)
-    devices.DEVICES[NAME] = devices.Device(NAME, memory_bytes, figures, 1e10, 5e9, 5e9, "made up")
+    DEVICES[NAME] = Device(NAME, memory_bytes, figures, 1e10, 5e9, 5e9, "made up")
 
 
 _library = torch.library.Library("aten", "IMPL")
