@@ -29,14 +29,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     harness.set_default_device(config.getoption("--device"))
+    if _phase(config) != "shared":  # whose workers have nothing to spare while they collect
+        harness.start_fork_server()
     if not hasattr(config, "workerinput"):  # of pytest-xdist: the workers' reports arrive at the main process
         config.pluginmanager.register(_RunReport(config))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A phase of few tests need not import the files that have none of them."""
-    phase = config.option.markexpr.partition(" ")[0]
-    if phase in ("alone", "waits") and collection_path.name.startswith("test_"):
+    phase = _phase(config)
+    if phase != "shared" and collection_path.name.startswith("test_"):
         return f"mark.{phase}".encode() not in collection_path.read_bytes() or None
     return None
 
@@ -76,6 +78,12 @@ _NO_BUDGET = "tests/durations.json has no seconds of this phase: run `make durat
 _current_module: list[object] = [None]
 
 
+def _phase(config: pytest.Config) -> str:
+    """Which of `make gate`'s this run is; one of chosen files or tests is taken for the last of them."""
+    phase = config.option.markexpr.partition(" ")[0]
+    return phase if phase in ("alone", "waits") else "shared"
+
+
 def _file_of(node_id: str) -> str:
     return node_id.partition("::")[0]
 
@@ -92,8 +100,7 @@ class _RunReport:
         self._left_out: Counter[str] = Counter()
         self._files: defaultdict[str, set[str]] = defaultdict(set)
         self._save, self._check = config.getoption("--save-durations"), config.getoption("--check-durations")
-        phase = config.option.markexpr.partition(" ")[0]
-        self._kind = phase if phase in ("alone", "waits") else "shared"
+        self._kind = _phase(config)
         self._failures: list[str] = []
         self._notes: list[str] = []
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import multiprocessing.forkserver
 import multiprocessing.util
 import os
 import pickle
@@ -44,6 +45,11 @@ GC_THRESHOLD = 20_000, 20, 20  # Python's collector took 7% of the tests' time, 
 _MAX_REUSED_RANKS = 4  # a larger world would hold its memory while other tests run
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "tests.preload"])
+
+
+def start_fork_server() -> None:
+    """Let it load what ranks share while tests are collected; without, the first ranks wait for it."""
+    multiprocessing.forkserver.ensure_running()
 
 
 def run_ranks(

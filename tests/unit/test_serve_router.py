@@ -236,8 +236,10 @@ def test_a_client_that_leaves_frees_its_kv_on_the_replica() -> None:
         assert replica.engines[0].generated < 1000 and value(router, "thalweg_outstanding ") == 0
 
 
-def test_a_replica_that_falls_silent_is_lost_with_what_it_has() -> None:
+def test_a_replica_that_falls_silent_is_lost_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when its host is gone without a word: no connection breaks, and nothing answers."""
+    monkeypatch.setattr(routing, "_PROBE_INTERVAL", 0.2)
+    monkeypatch.setattr(routing, "_PROBE_TIMEOUT", 1.0)
     held = threading.Event()
     with (
         FakeReplica(lambda handler: held.wait(30)) as silent,
