@@ -16,12 +16,18 @@ from torch import nn
 
 from tests.harness import run_ranks
 from tests.marks import nightly
+from thalweg.comm.collectives import shared_memory
 
 HANG = 1.2
 
 
 def read_a_slow_file(seconds: float) -> None:
     time.sleep(seconds)
+
+
+def ask_slowly(pid: int) -> bool:
+    time.sleep(HANG / 3)
+    return True
 
 
 class Lines(logging.Handler):
@@ -40,6 +46,8 @@ def _train(rank: int, world: int, stage: int, case: str, seconds: float) -> list
     import thalweg
 
     heard = Lines()
+    if case == "one is late, asked slowly":
+        shared_memory.is_process_alive, case = ask_slowly, "one is late"
     config = {
         "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "log_level": "warning",
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "health": {"hang_seconds": HANG},
@@ -75,6 +83,14 @@ def test_the_rank_that_is_waited_for_is_named_with_its_place(stage: int) -> None
         assert re.search(rf"rank {rank} on \S+, after 2 steps: waits in [\w <>]+ since \d+ s, from .*in _train", report)
     assert any("goes on" in line for line in lines[0])
     assert not any("have waited" in line for line in lines[2]), "one rank speaks for all"
+
+
+def test_a_rank_that_looks_whether_others_live_waits_where_it_was() -> None:
+    """Samples of the stack that find it looking are of the same wait: its seconds count on, its place is the user's."""
+    lines = run_ranks(_train, 2, 3, "one is late, asked slowly", 2.3 * HANG, reuse=False)
+    (report,) = [line for line in lines[0] if "have waited" in line]
+    waits = r"rank 0 on \S+, after 2 steps: waits in [\w <>]+ since [1-9]\d* s, from .*in _train"
+    assert re.search(waits, report), report
 
 
 def test_a_stopped_process_gives_no_sign_of_life() -> None:

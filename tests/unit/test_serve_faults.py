@@ -208,7 +208,7 @@ def test_an_engine_that_never_gets_ready_is_given_up() -> None:
     with (
         pytest.raises(RuntimeError, match=r"not ready in 0\.3 s"),
         run_server(
-            lambda: hang.wait(3) and load_engine("toy"), lambda: ChatTokenizer(ToyTokenizer()), pool_limits=limits
+            lambda: (hang.wait(3), load_engine("toy"))[1], lambda: ChatTokenizer(ToyTokenizer()), pool_limits=limits
         ),
     ):
         pass

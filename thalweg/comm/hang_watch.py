@@ -40,7 +40,7 @@ _WAITING = (
     os.path.join(_LIBRARIES[1], "zero", "fsdp2", "async_reduce.py"),
 )
 _numbers = itertools.count()  # of a process' watches, which all ranks begin in the same order
-_NO_NAMES = ("wrapper", "wait", "_wait_with_backoff")
+_NO_NAMES = ("wrapper", "wait", "_wait_with_backoff", "_find_failure")
 
 
 class HangWatch:
@@ -88,11 +88,14 @@ class HangWatch:
         """Where the main thread is, and for how many seconds it has been there."""
         frame = sys._current_frames().get(self._main_thread or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
-        waiting = [one.name for one in stack if one.filename.startswith(_WAITING) and one.name not in _NO_NAMES]
+        waits = [index for index, one in enumerate(stack) if one.filename.startswith(_WAITING)]
+        waiting = [stack[index].name for index in waits if stack[index].name not in _NO_NAMES]
+        if waiting:
+            del stack[waits[-1] :]  # what waiting calls (it asks now and then whether others live) is no place to be
         users = [entry for entry in stack if not entry.filename.startswith(_LIBRARIES)]
         shown = [*users[-1:], *(stack[-1:] if not waiting and users[-1:] != stack[-1:] else [])]
         where = " > ".join(f"{os.path.basename(one.filename)}:{one.lineno} in {one.name}" for one in shown)
-        seen = (where, len(stack), self._num_steps, self._ledger.total().num_calls)
+        seen = (where, 0 if waiting else len(stack), self._num_steps, self._ledger.total().num_calls)
         if seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
         self._beat += 1
