@@ -226,12 +226,13 @@ def measure(name: str, world: int, shape: Shape, steps: int, threads: int) -> di
     }
 
 
-def measure_in_turns(
-    name: str, worlds: list[int], shape: Shape, steps: int, threads: int, rounds: int
-) -> dict[int, dict[str, float]]:
+def measure_in_turns(name: str, worlds: list[int], plan: Plan) -> dict[int, dict[str, float]]:
     """The least of some rounds, in each of which every number of ranks has its turn: on a virtual machine one turn may
     take half as much again as another."""
-    turns = [{world: measure(name, world, shape, steps, threads) for world in worlds} for _ in range(rounds)]
+    turns = [
+        {world: measure(name, world, plan.shape, plan.steps, plan.threads) for world in worlds}
+        for _ in range(plan.rounds)
+    ]
     return {world: {key: min(turn[world][key] for turn in turns) for key in turns[0][world]} for world in worlds}
 
 
@@ -254,6 +255,7 @@ class Plan:
 
     shape: Shape
     steps: int
+    rounds: int
     threads: int
     gbytes: float
 
@@ -290,13 +292,12 @@ def main(argv: list[str] | None = None) -> int:
     if args.quick:
         args.axis, args.ranks, args.steps, args.rounds = ["zero3", "tp", "sp", "cp"], [2], 2, 1
         shape = Shape(layers=2, width=64, vocabulary=256, rows=4, length=64)
-    plan = Plan(shape, args.steps, args.threads, args.gbytes)
+    plan = Plan(shape, args.steps, args.rounds, args.threads, args.gbytes)
     rows: list[Row] = []
     lines: list[dict[str, Any]] = []
     for name in args.axis:
-        most = shape.layers if name == "pp" else max(args.ranks)
-        worlds = [ranks for ranks in args.ranks if 1 < ranks <= most]
-        by_world = measure_in_turns(name, [1, *worlds], shape, args.steps, args.threads, args.rounds)
+        worlds = [ranks for ranks in args.ranks if ranks > 1 and (name != "pp" or ranks <= shape.layers)]
+        by_world = measure_in_turns(name, [1, *worlds], plan)
         for world in worlds:
             rows += rows_of(name, world, by_world[world], by_world[1], plan)
             lines.append({"axis": name, "ranks": world, **by_world[world]})
