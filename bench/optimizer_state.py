@@ -32,7 +32,7 @@ from torch import Tensor
 from thalweg.cli.demo.corpus import prepare_corpus
 from thalweg.config.schema.zero import ZenFlow
 from thalweg.nn.transformer import GPT, GPTConfig
-from thalweg.optim.algorithms import low_bit
+from thalweg.optim.algorithms import moment_codec
 from thalweg.optim.algorithms.zenflow import ZenFlowAdam
 from thalweg.optim.build import build_optimizer
 
@@ -126,13 +126,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for case, (_, make) in CASES.items():
             if args.quick and case not in ("AdamW, fp32", "AdamW, bf16", "AdamW, int8"):
                 continue
-            stochastic = low_bit.stochastic_round_into
+            stochastic = moment_codec.stochastic_round_into
             if case.endswith("to nearest"):
-                low_bit.stochastic_round_into = nearest
+                moment_codec.stochastic_round_into = nearest
             try:
                 found[case] = run(make, args.steps, train, held_out)
             finally:
-                low_bit.stochastic_round_into = stochastic
+                moment_codec.stochastic_round_into = stochastic
     rows: list[Row] = []
     for case, values in found.items():
         base = CASES[case][0]

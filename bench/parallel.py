@@ -22,9 +22,11 @@ With --write the rows of axes that were not asked for stay as they are.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
+import queue
 import statistics
 import sys
 import tempfile
@@ -199,7 +201,7 @@ def run_rank(rank: int, world: int, store: str, name: str, shape: Shape, steps: 
 
 
 def measure(name: str, world: int, shape: Shape, steps: int, threads: int) -> dict[str, float]:
-    """Medians over steps of the busiest rank; raises TimeoutError's kin when a rank does not answer."""
+    """Medians over steps of the busiest rank; raises RuntimeError where a rank ends without an answer."""
     context = multiprocessing.get_context("fork")
     out = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -211,7 +213,13 @@ def measure(name: str, world: int, shape: Shape, steps: int, threads: int) -> di
         for process in ranks:
             process.start()
         try:
-            found = [out.get(timeout=240) for _ in ranks]
+            found: list[dict[str, Any]] = []
+            while len(found) < world:
+                failed = {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode}
+                if failed:
+                    raise RuntimeError(f"{name} at {world} ranks: ended with {failed} (rank: exit code)")
+                with contextlib.suppress(queue.Empty):
+                    found.append(out.get(timeout=1))
         finally:
             for process in ranks:
                 process.join(5)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.harness import run_ranks
 from tests.marks import nightly
@@ -28,6 +29,18 @@ def read_a_slow_file(seconds: float) -> None:
 def ask_slowly(pid: int) -> bool:
     time.sleep(HANG / 3)
     return True
+
+
+class SlowThirdTime(nn.Linear):
+    """A layer that takes long once."""
+
+    seconds, calls = 0.0, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            time.sleep(self.seconds)
+        return super().forward(x)
 
 
 class Lines(logging.Handler):
@@ -52,7 +65,11 @@ def _train(rank: int, world: int, stage: int, case: str, seconds: float) -> list
         "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "log_level": "warning",
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "health": {"hang_seconds": HANG},
     }  # fmt: skip
-    engine = thalweg.initialize(model=nn.Linear(4, 4), config=config)[0]
+    layer: nn.Module = SlowThirdTime(4, 4)
+    if case == "a wrapped layer is slow":
+        layer.seconds = seconds * (rank == 1)
+        layer = checkpoint_wrapper(layer)
+    engine = thalweg.initialize(model=layer, config=config)[0]
     for step in range(4):
         if step == 2 and case == "one is late" and rank == 1:
             read_a_slow_file(seconds)
@@ -91,6 +108,13 @@ def test_a_rank_that_looks_whether_others_live_waits_where_it_was() -> None:
     (report,) = [line for line in lines[0] if "have waited" in line]
     waits = r"rank 0 on \S+, after 2 steps: waits in [\w <>]+ since [1-9]\d* s, from .*in _train"
     assert re.search(waits, report), report
+
+
+def test_a_layer_that_torch_distributed_calls_computes() -> None:
+    """A checkpoint wrapper's frame is below the layer's on the stack, and waits for nobody."""
+    lines = run_ranks(_train, 2, 2, "a wrapped layer is slow", 2.3 * HANG)
+    (report,) = [line for line in lines[0] if "have waited" in line]
+    assert re.search(r"rank 1 on \S+, after \d steps: NOT THERE, at .*in forward", report), report
 
 
 def test_a_stopped_process_gives_no_sign_of_life() -> None:

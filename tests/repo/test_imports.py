@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+from types import ModuleType
+
 import pytest
 
 import thalweg
 from tests.repo.imports import find_cycles, find_layer_violations, import_graph
-from tests.repo.source import SourceModule, package_modules
+from tests.repo.source import PACKAGE, ROOT, SourceModule, package_modules, snippet
 
 LAZY = thalweg._PUBLIC
 
@@ -24,6 +28,40 @@ def test_the_graph_sees_the_package() -> None:
     imports = import_graph(package_modules(), LAZY)
     assert "thalweg.utils.env" in imports["thalweg.utils.log"]
     assert "thalweg.launch.local" in imports["thalweg.cli.run"], "imports inside functions count"
+
+
+def missing_names(module: SourceModule) -> set[str]:
+    """Names of the package that ``module`` uses and that are not there: its first attribute past a module's own."""
+    used = {name for name in module.aliases.values() if name.startswith(f"{PACKAGE}.")}
+    used |= {name for node in module.nodes if isinstance(node, ast.Attribute) and (name := module.dotted(node))}
+    missing = set()
+    for name in used:
+        first, *parts = name.split(".")
+        found: object = importlib.import_module(first) if first == PACKAGE else None
+        while parts and isinstance(found, ModuleType):
+            part = parts.pop(0)
+            if not hasattr(found, part):
+                try:
+                    importlib.import_module(f"{found.__name__}.{part}")
+                except ModuleNotFoundError as error:  # of its own libraries (Triton) nothing is said here
+                    if (error.name or "").startswith(PACKAGE):
+                        missing.add(name)
+                    break
+            found = getattr(found, part)
+    return missing
+
+
+def test_benchmarks_and_examples_name_what_is_there() -> None:
+    """No test runs all of them: a row that takes an hour shall not end at a name that moved."""
+    paths = [path for folder in ("bench", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert len(paths) > 20
+    modules = [SourceModule(path.relative_to(ROOT).as_posix(), path.read_text()) for path in paths]
+    assert {one.path: missing for one in modules if (missing := missing_names(one))} == {}
+
+
+def test_a_name_that_moved_is_flagged() -> None:
+    text = "from thalweg.optim import build, nowhere\nbuild.build_optimizer(1)\nbuild.make_optimizer(1)\nimport json"
+    assert missing_names(snippet(text)) == {"thalweg.optim.nowhere", "thalweg.optim.build.make_optimizer"}
 
 
 def _package(**files: str) -> list[SourceModule]:

@@ -39,6 +39,8 @@ _WAITING = (
     os.path.join(_LIBRARIES[1], "comm", ""),
     os.path.join(_LIBRARIES[1], "zero", "fsdp2", "async_reduce.py"),
 )
+# Whose code may be called by it and computes again: a pipeline's stage, a checkpoint wrapper's module.
+_COMPUTING = tuple(os.path.join(_LIBRARIES[0], *names) for names in (("nn", "modules", ""), ("autograd", "")))
 _numbers = itertools.count()  # of a process' watches, which all ranks begin in the same order
 _NO_NAMES = ("wrapper", "wait", "_wait_with_backoff", "_find_failure")
 
@@ -88,7 +90,8 @@ class HangWatch:
         """Where the main thread is, and for how many seconds it has been there."""
         frame = sys._current_frames().get(self._main_thread or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
-        waits = [index for index, one in enumerate(stack) if one.filename.startswith(_WAITING)]
+        first = max((index for index, one in enumerate(stack) if one.filename.startswith(_COMPUTING)), default=0)
+        waits = [index for index, one in enumerate(stack) if one.filename.startswith(_WAITING) and index >= first]
         waiting = [stack[index].name for index in waits if stack[index].name not in _NO_NAMES]
         if waiting:
             del stack[waits[-1] :]  # what waiting calls (it asks now and then whether others live) is no place to be
