@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,7 @@ from thalweg.utils.env import read_rank_info
 from thalweg.utils.log import enable_console, get_logger
 from thalweg.utils.trees import call_model, get_loss
 from thalweg.utils.versions import warn_of_untried_torch
+from thalweg.zero.offload_states import STATES
 from thalweg.zero.shard import ShardedModel, unshard_model
 from thalweg.zero.storage.nvme import prefers_low_memory
 from thalweg.zero.whole_tensors import gather_state_dict
@@ -377,6 +378,7 @@ class Engine(nn.Module):
         return self._mean_over_ranks(loss)
 
     def _next_window(self, runner: PipelineRunner, data_iter: Iterator[Any] | None) -> list[Any]:
+        self.reload_states()  # a stage is called without the model
         batches = None
         if runner.needs_batch or data_iter is not None:
             batches = self._batch_feed.next_window(data_iter, self._window.num_micro_batches)
@@ -561,6 +563,37 @@ class Engine(nn.Module):
 
     # State
 
+    def offload_states(
+        self,
+        include: Iterable[str] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Leave the device's memory to somebody else: what training keeps there rests on the host, page-locked or not.
+
+        ``include``: which of ``optim_states``, ``hp_params`` (masters beside what is computed with), ``lp_params`` and
+        ``lp_grads``; None for all.  They are back after :meth:`reload_states`, or when they are needed next: the model
+        is called, the optimizer stepped, state saved or loaded.  Who reads them otherwise meanwhile finds no memory.
+
+        Raises:
+            ValueError: there is no such state, or another device than "cpu".
+        """
+        states = STATES if include is None else [str(getattr(state, "value", state)) for state in include]
+        if unknown := {*states} - {*STATES}:
+            raise ValueError(f"offload_states() knows {', '.join(STATES)}, not {', '.join(sorted(unknown))}")
+        if (where := getattr(device, "value", device)) != "cpu":
+            raise ValueError(f"offload_states() moves states to the cpu, not to {where}")
+        if self.optimizer is not None:
+            self.optimizer.settle()
+        self.wait_for_checkpoint()
+        optimizer_state = {} if self.optimizer is None else self.optimizer.state
+        self.sharded_model.offload_states(states, optimizer_state, pin_memory=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back to the device what :meth:`offload_states` has moved."""
+        self.sharded_model.reload_states(non_blocking=non_blocking)
+
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Rank 0: the whole weights in the dtype that the model computes in, on the CPU; collective.
 
@@ -569,6 +602,7 @@ class Engine(nn.Module):
         """
         if not self.zero_optimization_partition_weights():
             raise ValueError("this function requires ZeRO-3 mode: use engine.state_dict() below stage 3")
+        self.reload_states()
         dtype = torch.float16 if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else None
         params = self.module.named_parameters(remove_duplicate=False)
         frozen = {name for name, param in params if exclude_frozen_parameters and not param.requires_grad}
@@ -581,6 +615,7 @@ class Engine(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:  # type: ignore[override]
         """Load full tensors (or shards of this layout) into the model; collective."""
+        self.reload_states()
         return self._training_state.set_model_state_dict(state_dict, strict)
 
     def save_checkpoint(

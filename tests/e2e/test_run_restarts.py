@@ -49,6 +49,8 @@ for step in range(state["step"] if state else 0, 10):
     engine.step()
     if rank == 0:
         print(start, step, world, loss.item().hex(), flush=True)
+    if step == int(os.environ.get("CRASH_AT", -1)):
+        raise ValueError(f"no step {step}")
     if step == 7 and start in os.environ["KILL_IN"].split(","):
         (out / f"pid.{start}.{rank}.part").write_text(str(os.getpid()))
         os.rename(out / f"pid.{start}.{rank}.part", out / f"pid.{start}.{rank}")
@@ -95,6 +97,21 @@ def test_losses_are_those_of_a_run_that_was_not_killed(launch: Launch, tmp_path:
     assert {name: code for name, (code, *_) in ends.items()} == {"whole": 0, "killed": 0, "control": 137}
     assert losses["whole"] == losses["killed"] and len(losses["whole"]) == 10
     assert len(losses["control"]) == 8, "without --max-restarts it ends where it was killed"
+
+
+@pytest.mark.nightly
+def test_one_checkpoint_is_not_tried_for_ever(launch: Launch, tmp_path: Path) -> None:
+    """R15: three restarts from the checkpoint of step 6, three from that of step 3, and a report; 93 were allowed."""
+    told = {"KILL_IN": "", "PART": "", "PYTHONPATH": str(ROOT), "CRASH_AT": "8"}
+    code, out, err = wait_output(launch(TRAIN, options=("--nproc", "1", "--max-restarts", "99"), **told), timeout=300)
+    first = {line.split()[0]: line.split()[1] for line in reversed(out.splitlines())}
+    assert list(reversed(first.items())) == [
+        ("0", "0"),
+        *((str(n), "6") for n in (1, 2, 3)),
+        *((str(n), "3") for n in (4, 5, 6)),
+    ]
+    assert code == 1 and "RestartLoopError: 3 starts each from global_step6 and from global_step3 have crashed" in err
+    assert err.count("ValueError: no step 8") >= 7 and "restart 7 of 99" in err and "restart 8 of 99" not in err
 
 
 COUNTS = """

@@ -37,10 +37,10 @@ from thalweg.checkpoint import (
     Snapshot,
     UnserializableStateError,
     build_snapshot,
-    directory,
     open_verified,
     save_snapshot,
 )
+from thalweg.checkpoint.filesystem import make_owned_name
 from thalweg.checkpoint.format.direct_writer import BUFFER_BYTES, SMALL_FILE_BYTES, DirectWriter
 from thalweg.utils.processes import process_start_time
 
@@ -201,7 +201,7 @@ def test_snapshots_that_contradict_themselves(tmp_path):
 
 def test_temporaries_of_dead_saves_go_and_those_of_living_ones_stay(tmp_path):
     save_snapshot(tmp_path, "a", tiny_snapshot(), step=0)
-    owner = directory._owner_token()
+    owner = make_owned_name("")[:-17]
     host, _, started = owner.rsplit("-", 2)
     dead = tmp_path / f".saving-{host}-999999999-5-{'0' * 16}"
     reused_pid = tmp_path / f".saving-{host}-1-3-{'1' * 16}"

@@ -7,6 +7,7 @@
     DIR/<tag>~<sequence>/          the same tag saved again, until the older one is gone
     DIR/.saving-...-<random>/      a save under way (or one that died)
     DIR/.removing-...-<random>/    a checkpoint on its way out
+    DIR/.starts.json               which start of which job has the directory (job_starts.py)
 
 A save fills ``.saving-*``; the manifest is renamed into place inside it; then the
 directory itself is renamed to its public name, which is the commit; then ``latest`` is
@@ -27,27 +28,36 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from thalweg.checkpoint import job_starts
 from thalweg.checkpoint.errors import (
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
-from thalweg.checkpoint.filesystem import FileSystem, list_if_there, read_file, remove_tree, write_file
+from thalweg.checkpoint.filesystem import (
+    REPLACING_PREFIX,
+    FileSystem,
+    get_hostname,
+    list_if_there,
+    make_owned_name,
+    read_file,
+    remove_tree,
+    replace_file,
+    write_file,
+)
 from thalweg.checkpoint.format.manifest import Manifest, ManifestHead, parse_head, parse_manifest, serialize_manifest
 from thalweg.utils.log import get_logger
 from thalweg.utils.processes import process_start_time
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
-_SAVING_PREFIX, _REMOVING_PREFIX, _LATEST_PREFIX = ".saving-", ".removing-", ".latest-"
+_SAVING_PREFIX, _REMOVING_PREFIX = ".saving-", ".removing-"
 _FOREIGN_OWNER_TIMEOUT_S = 3600.0  # without a write, after which another host's temporary is dead
 
 _log = get_logger(__name__)
@@ -215,6 +225,7 @@ def start_save(io: FileSystem, directory: Path, tag: str) -> tuple[Path, int]:
     Returns the temporary directory and the sequence number of the commit to come.
     """
     remove_stale(io, directory)
+    job_starts.claim_for_save(io, directory)
     public = directory / tag
     with _directory_lock(io, directory):
         foreign = io.exists(public) and not _is_checkpoint(io, public)
@@ -223,7 +234,7 @@ def start_save(io: FileSystem, directory: Path, tag: str) -> tuple[Path, int]:
             f"{public} exists and is not a checkpoint of Thalweg; choose another tag or move it out of the way"
         )
     newest = next((f.head for f in list_checkpoints(io, directory) if f.head), None)
-    temporary = directory / f"{_SAVING_PREFIX}{_owner_token()}-{secrets.token_hex(8)}"
+    temporary = directory / make_owned_name(_SAVING_PREFIX)
     io.mkdir(temporary)
     return temporary, (newest.sequence if newest else 0) + 1
 
@@ -239,16 +250,14 @@ def commit(io: FileSystem, directory: Path, temporary: Path, manifest: Manifest,
     io.rename(temporary / f".{MANIFEST}", temporary / MANIFEST)
     io.fsync_dir(temporary)
     with _directory_lock(io, directory):
+        job_starts.check_start(io, directory)
         public = directory / head.tag
         if io.exists(public):
             public = directory / f"{head.tag}~{head.sequence}"
         io.rename(temporary, public)
         io.fsync_dir(directory)
     if save_latest:
-        pointer = directory / f"{_LATEST_PREFIX}{_owner_token()}-{secrets.token_hex(8)}"
-        write_file(io, pointer, f"{head.tag}\n".encode())
-        io.rename(pointer, directory / LATEST)
-        io.fsync_dir(directory)
+        replace_file(io, directory / LATEST, f"{head.tag}\n".encode())
     return public
 
 
@@ -279,7 +288,7 @@ def remove_old_checkpoints(io: FileSystem, directory: Path, keep_latest_k: int, 
 
 def _move_to_trash(io: FileSystem, directory: Path, path: Path) -> Path:
     """Take a committed directory's name, so that no half of it is ever read; returns what to remove."""
-    trash_path = directory / f"{_REMOVING_PREFIX}{_owner_token()}-{secrets.token_hex(8)}"
+    trash_path = directory / make_owned_name(_REMOVING_PREFIX)
     io.rename(path, trash_path)
     io.fsync_dir(directory)
     return trash_path
@@ -305,7 +314,7 @@ def remove_stale(io: FileSystem, directory: Path) -> None:
         try:
             if name.startswith((_REMOVING_PREFIX, _SAVING_PREFIX)) and not _owner_alive(io, path):
                 remove_tree(io, path)
-            elif name.startswith(_LATEST_PREFIX) and not _owner_alive(io, path):
+            elif name.startswith(REPLACING_PREFIX) and not _owner_alive(io, path):
                 io.remove(path)
         except FileNotFoundError:  # its owner, or another save, was faster
             continue
@@ -316,21 +325,13 @@ def remove_stale(io: FileSystem, directory: Path) -> None:
             finalize_tag(io, directory, tag)
 
 
-def _owner_token() -> str:
-    return f"{_hostname()}-{os.getpid()}-{process_start_time(os.getpid()) or 0}"
-
-
-def _hostname() -> str:
-    return re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())[:40] or "host"
-
-
 def _owner_alive(io: FileSystem, path: Path) -> bool:
     """Whether another living process owns a temporary; this process saves one thing at a time (background_save.py)."""
     match = re.fullmatch(r"\.[a-z]+-([A-Za-z0-9_]+)-(\d+)-(\d+)-[0-9a-f]+", path.name)
     if match is None:
         return False
     host, pid, started = match.group(1), int(match.group(2)), int(match.group(3))
-    if host != _hostname():
+    if host != get_hostname():
         return io.age(path) < _FOREIGN_OWNER_TIMEOUT_S
     return pid != os.getpid() and started == process_start_time(pid)
 

@@ -22,6 +22,10 @@ class CheckpointMismatchError(CheckpointError, ValueError):
     """The checkpoint is sound but does not fit the model, the optimiser or the request."""
 
 
+class RestartLoopError(CheckpointError):
+    """Starts of a job from its newest checkpoints have crashed again and again: it is not started anew."""
+
+
 class UnserializableStateError(CheckpointError, ValueError):
     """A snapshot holds something that the format cannot keep; the text names its path."""
 

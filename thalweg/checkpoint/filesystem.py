@@ -13,12 +13,17 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
+import secrets
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
 from thalweg.utils.log import get_logger
+from thalweg.utils.processes import process_start_time
 
+REPLACING_PREFIX = ".latest-"  # of what takes a file's place
 _log = get_logger(__name__)
 
 
@@ -169,6 +174,25 @@ def write_file(io: FileSystem, path: Path, data: bytes) -> None:
         io.fsync(handle)
     finally:
         io.close(handle)
+
+
+def replace_file(io: FileSystem, path: Path, data: bytes) -> None:
+    """Give a small file new bytes, durably, all at once or not at all."""
+    part = path.parent / make_owned_name(REPLACING_PREFIX)
+    write_file(io, part, data)
+    io.rename(part, path)
+    io.fsync_dir(path.parent)
+
+
+def make_owned_name(prefix: str) -> str:
+    """A new name for something temporary of this process."""
+    pid = os.getpid()
+    return f"{prefix}{get_hostname()}-{pid}-{process_start_time(pid) or 0}-{secrets.token_hex(8)}"
+
+
+def get_hostname() -> str:
+    """This host's name, as it may be part of a file's."""
+    return re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())[:40] or "host"
 
 
 def remove_tree(io: FileSystem, path: Path) -> None:

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from thalweg.checkpoint import directory
+from thalweg.checkpoint import directory, job_starts
 from thalweg.checkpoint.deepspeed import ForeignCheckpoint, find_foreign
 from thalweg.checkpoint.errors import (
     CheckpointError,
@@ -57,8 +57,13 @@ def open_verified(
             elif has_tag:
                 names = [directory.resolve_tag(io, checkpoint_dir, str(tag)).path.name]
             else:
-                names = [found.path.name for found in directory.list_load_candidates(io, checkpoint_dir)]
-        return {"tag": asked, "names": names, "foreign": foreign is not None}
+                found = directory.list_load_candidates(io, checkpoint_dir)
+                step = max((entry.head.step for entry in found if entry.head), default=-1)
+                num_tries = job_starts.claim_for_load(io, checkpoint_dir, step)
+                names = job_starts.skip_tried([entry.path.name for entry in found], num_tries)
+                if len(names) < len(found):
+                    _log.warning("taking %s: starts from newer checkpoints have crashed", names[0])
+        return {"tag": asked, "names": list(names), "foreign": foreign is not None}
 
     chosen = ranks.all_or_raise(f"looking for a checkpoint in {checkpoint_dir}", choose)
     tags = sorted({str(choice["tag"]) for choice in chosen})

@@ -69,6 +69,11 @@ class Failure:
         return kind.startswith("torch.distributed") or (is_plain_error and names_peer)
 
     @property
+    def ends_job(self) -> bool:
+        """Whether starting anew has been tried often enough."""
+        return self.record is not None and self.record["type"] == "thalweg.checkpoint.errors.RestartLoopError"
+
+    @property
     def exit_code(self) -> int:
         """The code a shell would see: the rank's own, or 128 + n for signal n."""
         return self.returncode if self.returncode > 0 else 128 - self.returncode

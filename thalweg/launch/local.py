@@ -61,6 +61,8 @@ def run_local(job: LocalJob, node: NodeSpec | None = None) -> JobResult:
             if not result.can_restart or restart >= max_restarts:
                 return result
             restart += 1
+            num_crashes = job.spec.num_crashes + (result.lost_node is None)
+            job = replace(job, spec=replace(job.spec, num_crashes=num_crashes))
             announce_restart(result, restart, max_restarts)
             gc.collect()  # torch's agent is part of a cycle, and its store holds the port
 
@@ -101,7 +103,8 @@ def _run_once(
         if nodes:
             stack.callback(nodes.shutdown)
             restart = nodes.restart
-        os.environ["THALWEG_RESTART_COUNT"] = str(restart)
+        os.environ["THALWEG_JOB_ID"], os.environ["THALWEG_RESTART_COUNT"] = job.spec.job_id, str(restart)
+        os.environ["THALWEG_CRASH_COUNT"] = str(job.spec.num_crashes)
         job = replace(job, spec=replace(job.spec, restart=restart))
         rendezvous = nodes or open_local_rendezvous(_LOCAL_ADDR, job.spec.master_port or 0)
         agent = _build_agent(job, rendezvous, Path(name))
@@ -114,7 +117,8 @@ def _run_once(
                 failures = collect_failures(Path(name), returncodes, agent.exited or returncodes)
                 report = format_report(failures, nodes.num_ranks if nodes else job.nproc, where)
                 first = failures[0]
-                result = JobResult(first.exit_code, report, is_certain=not first.is_peer_loss, can_restart=True)
+                certain, again = not first.is_peer_loss, not first.ends_job
+                result = JobResult(first.exit_code, report, is_certain=certain, can_restart=again)
                 tell_others = True
         except SignalException as error:
             tell_others = not (node and node.has_launcher)

@@ -7,6 +7,7 @@ that host's own devices and cores.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ class LaunchSpec:
     ``kind`` says how ``target`` is started: a script file, a module as `python -m` would, or a program that is not
     Python.  ``master_port`` None takes a free one.  ``grace`` is the time in seconds that ranks which must end have
     between SIGTERM and SIGKILL.  ``environ`` is added to the ranks' environment.  The job starts anew up to
-    ``max_restarts`` times when a rank fails; ``restart`` is the number of this start, 0 for the first.
+    ``max_restarts`` times when a rank fails; ``restart`` is the number of this start, 0 for the first, and
+    ``num_crashes`` of those before it ended by themselves, not because a host was lost.
     """
 
     target: str
@@ -40,6 +42,8 @@ class LaunchSpec:
     environ: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
     restart: int = 0
+    num_crashes: int = 0
+    job_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> LaunchSpec:

@@ -15,7 +15,7 @@ stay unsharded, and the modules hold the same plain parameters at all times (:mo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,6 +41,7 @@ from thalweg.zero.fsdp2.async_reduce import AsyncReduction
 from thalweg.zero.full_state_dict import all_gather_full, all_gather_into, make_dtensor
 from thalweg.zero.gathered_parameters import register_sharded_model
 from thalweg.zero.initial_values import get_param_locations, load_initial_values
+from thalweg.zero.offload_states import FORWARD_STATES, STATES, StatesOnHost
 from thalweg.zero.policy import Precision, ZeroPolicy
 from thalweg.zero.storage import nvme
 from thalweg.zero.storage.base import (
@@ -176,6 +177,7 @@ class ShardedModel:
         self._reduces_last = False
         self._entered_sharded = False
         self.is_taken = False  # by another engine
+        self._on_host: StatesOnHost | None = None
         _owners[module] = weakref.ref(self)
         self._backward_trackers: list[BackwardTracker] = []
         self._handles = [module.register_forward_pre_hook(_untraced(self._before_forward), prepend=True)]
@@ -212,6 +214,7 @@ class ShardedModel:
 
     def finalize_grads(self) -> None:
         """Reduce whatever is not reduced yet and leave every unit sharded; collective."""
+        self.reload_states()
         for work in self._background:
             work.drain()
         for group in self.groups:
@@ -258,6 +261,20 @@ class ShardedModel:
         self._backward_trackers = [BackwardTracker(group, before_reduce, after_reduce) for group in self.groups]
         self._handles += [handle for tracker in self._backward_trackers for handle in tracker.handles]
 
+    def offload_states(
+        self, states: Collection[str], optimizer_state: Mapping[Any, Any], *, pin_memory: bool, non_blocking: bool
+    ) -> None:
+        """These states rest on the host until they are needed, or :meth:`reload_states`."""
+        if self._on_host is None:
+            self._on_host = StatesOnHost(self.module, self._shard_storages.values(), optimizer_state)
+        self._on_host.offload(states, pin_memory=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, states: Collection[str] = STATES, non_blocking: bool = False) -> None:
+        """What of these states rests on the host is on the device again."""
+        if self._on_host is not None:
+            self._on_host.reload(states, non_blocking=non_blocking)
+            self._on_host = None if states is STATES else self._on_host
+
     def get_compute_copies(self) -> dict[Tensor, Tensor]:
         """For each parameter whose compute copy is on NVMe beside its master: that copy, this rank's rows.
         Updates write them together with the master."""
@@ -294,6 +311,7 @@ class ShardedModel:
 
     def sync_params(self) -> None:
         """What programs have written to parameters since the last update enters the shards; collective."""
+        self.reload_states()
         for storage in self._storages:
             storage.sync()
 
@@ -306,6 +324,7 @@ class ShardedModel:
 
         Every rank asks for the same parameters in the same order; collective.
         """
+        self.reload_states(FORWARD_STATES)
         names = {id(module): f"{name}." if name else "" for name, module in self.module.named_modules()}
         located = {
             names[id(module)] + key: (storage, group, param)
@@ -389,6 +408,7 @@ class ShardedModel:
     # Forward
 
     def _before_forward(self, *_: object) -> None:
+        self.reload_states(FORWARD_STATES)
         self._collectives.memory.release()
         self._entered_sharded = all(group.is_sharded for group in self.groups)
         for storage in self._storages:

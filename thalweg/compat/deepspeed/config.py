@@ -23,6 +23,7 @@ from thalweg.config.reader import read_source
 from thalweg.config.schema.base import AUTO, list_options, replace_by_path
 from thalweg.config.schema.training import BF16, FP16
 from thalweg.config.schema.zero import OffloadOptimizer, OffloadParam
+from thalweg.zero.offload_states import STATES
 
 DeepSpeedZeroOffloadParamConfig, DeepSpeedZeroOffloadOptimizerConfig = OffloadParam, OffloadOptimizer
 DEFAULT_LEAF_MODULE_CLASSES: list[str] = []
@@ -88,6 +89,10 @@ class OffloadDeviceEnum(StrEnum):
     none = "none"
     cpu = "cpu"
     nvme = "nvme"
+
+
+# What ``engine.offload_states`` may move.
+OffloadStateTypeEnum = StrEnum("OffloadStateTypeEnum", list(STATES))
 
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
