@@ -146,14 +146,13 @@ class Checkpoint:
         With ``world_size`` only part ``rank`` of that many equal ones is read.
         """
         corruptions: list[Corruption] = []
-        broken_files: set[str] = set()
         chunks = [(name, p) for name in self.tensor_names() for p in self.manifest.tensors[name].pieces]
         for file, reader in sorted(self._shard_readers.items()):
             try:
                 reader.check_header()
             except CorruptCheckpointError as error:
-                broken_files.add(file)
                 corruptions.append(Corruption(file, None, str(error)))
+        broken_files = {one.file for one in corruptions}
         corruptions += [
             Corruption(p.file, name, f"{self.path / p.file}: tensor {name} lies in this damaged file")
             for name, p in chunks

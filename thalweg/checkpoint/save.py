@@ -56,7 +56,7 @@ class Snapshot:
     tensors: logical name -> DTensor (any mesh, Shard and Replicate) or plain tensor, which
     is taken to be equal on every rank that has the name.  aliases: further name -> name in
     ``tensors`` (tied weights).  state: a tree that is equal on all ranks (rank 0's is kept);
-    per_rank: this rank's own tree (``format/codec.py`` says what trees may hold).  unsynced: names of
+    per_rank: this rank's own tree (``format/codec.py`` says what trees may hold).  rank_local: names of
     plain tensors in which ranks may differ; the first holder's values are kept.  release: is
     given each tensor, or part of one, once it has been written (to let go of its pages, say).
     """
