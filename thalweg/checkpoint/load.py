@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from thalweg.checkpoint import directory
-from thalweg.checkpoint.deepspeed import ForeignCheckpoint, find_foreign
+from thalweg.checkpoint.deepspeed.checkpoint import ForeignCheckpoint, find_foreign
 from thalweg.checkpoint.errors import (
     CheckpointError,
     CheckpointMismatchError,

@@ -32,7 +32,7 @@ class RankGroup:
     @classmethod
     def from_group(cls, group: Any = None) -> RankGroup:
         """The ranks of ``group``, of the default group when None, or one rank when nothing is initialised."""
-        if not (dist.is_available() and dist.is_initialized()):
+        if not dist.is_initialized():
             return cls(0, 1)
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:

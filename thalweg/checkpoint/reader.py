@@ -27,7 +27,7 @@ from thalweg.checkpoint.format.codec import decode_tree
 from thalweg.checkpoint.format.direct_writer import SMALL_FILE_BYTES
 from thalweg.checkpoint.format.dtypes import DTYPE_NAMES, DTYPES
 from thalweg.checkpoint.format.manifest import ChunkRecord, Manifest, ManifestHead
-from thalweg.checkpoint.format.shards import ShardReader
+from thalweg.checkpoint.format.shards import ShardReader, noop_release
 from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.device import copy_to_device
 from thalweg.utils.log import get_logger
@@ -190,7 +190,7 @@ class Checkpoint:
         strict: bool = True,
         group: Any = None,
         extra_names: Iterable[str] = (),
-        release: Callable[[torch.Tensor], None] | None = None,
+        release: Callable[[torch.Tensor], None] = noop_release,
     ) -> list[str]:
         """Fill live tensors (DTensor or plain) from the checkpoint, each rank the parts it holds; collective.
 
@@ -244,8 +244,7 @@ class Checkpoint:
                 for overlap, origin, local in targets[piece]:
                     target = local[overlap.slices(origin)]
                     target.copy_(copy_to_device(values[overlap.slices(piece[1].offset)], target.device))
-                    if release is not None:
-                        release(target)
+                    release(target)
 
         ranks.all_or_raise(operation, check)
         ranks.all_or_raise(operation, lambda: self._map_concurrently(targets, load))

@@ -36,17 +36,13 @@ from thalweg.checkpoint.format.chunks import TensorChunk, covers_exactly, local_
 from thalweg.checkpoint.format.codec import encode_tree
 from thalweg.checkpoint.format.dtypes import DTYPE_NAMES, DTYPES
 from thalweg.checkpoint.format.manifest import ChunkRecord, FileRecord, Manifest, ManifestHead, TensorRecord
-from thalweg.checkpoint.format.shards import TensorEntry, sort_for_alignment, write_shard
+from thalweg.checkpoint.format.shards import TensorEntry, noop_release, sort_for_alignment, write_shard
 from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.utils.log import get_logger
 
 MAX_CHUNK_BYTES = 32 << 20  # a load that needs one row of a piece reads and hashes all of it, so not too large
 
 _log = get_logger(__name__)
-
-
-def noop_release(tensor: torch.Tensor) -> None:
-    """Nothing: what the memory behind a tensor needs after it was read, unless somebody knows better."""
 
 
 @dataclass(frozen=True)

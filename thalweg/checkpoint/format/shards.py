@@ -79,12 +79,16 @@ def build_header(tensor_entries: Sequence[TensorEntry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def noop_release(tensor: torch.Tensor) -> None:
+    """Nothing: what the memory behind a tensor needs after it was read, unless somebody knows better."""
+
+
 def write_shard(
     io: FileSystem,
     path: Path,
     entries: Sequence[TensorEntry],
     values: Iterator[torch.Tensor],
-    release: Callable[[torch.Tensor], None] = lambda tensor: None,
+    release: Callable[[torch.Tensor], None] = noop_release,
 ) -> tuple[FileRecord, dict[str, str]]:
     """Write a new safetensors file with the ``values`` of ``entries``, one after the other, and make it durable.
 
