@@ -92,9 +92,8 @@ def wrap_dataloader(
     dataset: Any = loader.dataset
     options = get_dataloader_options(loader)
     is_shuffled = type(sampler) is RandomSampler
-    has_standard_order = is_iterable or is_shuffled or type(sampler) is SequentialSampler
-    if is_shuffled and (sampler.replacement or len(sampler) != len(dataset)):
-        has_standard_order = False
+    is_resampled = is_shuffled and (sampler.replacement or len(sampler) != len(dataset))  # not each sample once
+    has_standard_order = is_iterable or type(sampler) is SequentialSampler or (is_shuffled and not is_resampled)
     common: dict[str, Any] = {"batch_size": loader.batch_size, "rank": rank, "world_size": world_size, "seed": seed}
     common["drop_last"] = loader.drop_last
     wrapped = build_loader(dataset, shuffle=is_shuffled, collate_fn=loader.collate_fn, **common, **options)
