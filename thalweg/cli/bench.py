@@ -55,7 +55,6 @@ def list_benchmarks(folder: Path) -> dict[str, str]:
 
 def find_bench_folder() -> Path:
     """Return the checkout's ``bench/`` folder; FileNotFoundError when the package runs without a checkout."""
-    assert thalweg.__file__ is not None
     root = Path(thalweg.__file__).resolve().parent.parent
     if not ((root / "bench").is_dir() and (root / "pyproject.toml").is_file()):
         raise FileNotFoundError(
