@@ -18,7 +18,7 @@ from tests.data.deepspeed.layouts import MICRO_BATCHES, ExpertModel, micro_batch
 from tests.dist.test_checkpoint_foreign import mean_losses, resume_job
 from tests.harness import run_ranks
 from tests.marks import nightly
-from thalweg.checkpoint.deepspeed import ForeignCheckpoint
+from thalweg.checkpoint.deepspeed.checkpoint import ForeignCheckpoint
 from thalweg.checkpoint.errors import CheckpointMismatchError, CorruptCheckpointError
 from thalweg.cli import main
 

@@ -52,7 +52,7 @@ def test_bench_lists_every_script(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bench_names_the_nearest_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli_main(["bench", "trian_step"]) == 2
     captured = capsys.readouterr()
-    assert "did you mean 'train_step'" in captured.err
+    assert "did you mean train_step?" in captured.err
     assert not captured.out
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from tests.data.deepspeed.job import OddModel
 from thalweg.checkpoint import CheckpointMismatchError, CorruptCheckpointError, FileSystem, UnserializableStateError
-from thalweg.checkpoint.deepspeed import ForeignCheckpoint, find_foreign
+from thalweg.checkpoint.deepspeed.checkpoint import ForeignCheckpoint, find_foreign
 from thalweg.checkpoint.deepspeed.flat_tensors import (
     LogicalTensor,
     cut_concatenation,

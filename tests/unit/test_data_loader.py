@@ -334,12 +334,11 @@ def test_a_weighted_sampler_keeps_its_weights_on_every_rank():
         drawn.append([x for (batch,) in loader for x in batch.tolist()])
     assert [len(ids) for ids in drawn] == [10, 10, 10]
     assert all(x >= 11 for ids in drawn for x in ids)
-    # One draw dealt out, not three: rank 1 of one world holds what world 1 has at the same places.
-    alone = wrap_dataloader(
-        user_loader(sampler=WeightedRandomSampler(weights, num_samples=30)), world_size=1, distribute=True
-    )
-    whole = [x for (batch,) in alone for x in batch.tolist()]
-    assert Counter(whole) == Counter(x for ids in drawn for x in ids)
+    # One draw dealt out, not three: two ranks are dealt the same thirty.
+    samplers = [WeightedRandomSampler(weights, num_samples=30) for _ in range(2)]
+    pair = [wrap_dataloader(user_loader(sampler=one), rank=rank, world_size=2) for rank, one in enumerate(samplers)]
+    again = [x for loader in pair for (batch,) in loader for x in batch.tolist()]
+    assert Counter(again) == Counter(x for ids in drawn for x in ids)
 
 
 def test_a_users_dataloader_alone_keeps_its_order_and_resumes_by_counting():

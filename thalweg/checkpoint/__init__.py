@@ -5,8 +5,6 @@
 the logical tensors; ``export_hf`` writes the Hugging Face layout.
 """
 
-from __future__ import annotations
-
 from thalweg.checkpoint.errors import (
     CheckpointError,
     CheckpointMismatchError,

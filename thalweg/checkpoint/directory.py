@@ -25,10 +25,8 @@ looks and renames, so that nobody discards by an old listing what has a new mean
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -227,7 +225,7 @@ def start_save(io: FileSystem, directory: Path, tag: str) -> tuple[Path, int]:
     remove_stale(io, directory)
     job_starts.claim_for_save(io, directory)
     public = directory / tag
-    with _directory_lock(io, directory):
+    with io.lock(directory):
         foreign = io.exists(public) and not _is_checkpoint(io, public)
     if foreign:
         raise CheckpointError(
@@ -249,7 +247,7 @@ def commit(io: FileSystem, directory: Path, temporary: Path, manifest: Manifest,
     write_file(io, temporary / f".{MANIFEST}", serialize_manifest(manifest))
     io.rename(temporary / f".{MANIFEST}", temporary / MANIFEST)
     io.fsync_dir(temporary)
-    with _directory_lock(io, directory):
+    with io.lock(directory):
         job_starts.check_start(io, directory)
         public = directory / head.tag
         if io.exists(public):
@@ -264,7 +262,7 @@ def commit(io: FileSystem, directory: Path, temporary: Path, manifest: Manifest,
 def finalize_tag(io: FileSystem, directory: Path, tag: str) -> Path:
     """Leave one directory for ``tag``, under its plain name: the newest generation that is intact."""
     trashed: list[Path] = []
-    with _directory_lock(io, directory):
+    with io.lock(directory):
         versions = find_versions(io, directory, tag)
         intact = next((f for f in versions if f.head), None)
         if intact is not None:
@@ -279,7 +277,7 @@ def finalize_tag(io: FileSystem, directory: Path, tag: str) -> Path:
 
 def remove_old_checkpoints(io: FileSystem, directory: Path, keep_latest_k: int, newest: Path) -> None:
     """Discard all but ``newest`` and the ``keep_latest_k - 1`` before it; what is damaged is left alone."""
-    with _directory_lock(io, directory):
+    with io.lock(directory):
         older = [f for f in list_checkpoints(io, directory) if f.head and f.path != newest]
         trashed = [_move_to_trash(io, directory, old.path) for old in older[keep_latest_k - 1 :]]
     for path in trashed:
@@ -292,16 +290,6 @@ def _move_to_trash(io: FileSystem, directory: Path, path: Path) -> Path:
     io.rename(path, trash_path)
     io.fsync_dir(directory)
     return trash_path
-
-
-@contextlib.contextmanager
-def _directory_lock(io: FileSystem, directory: Path) -> Iterator[None]:
-    """Nobody else gives or takes public names in ``directory`` meanwhile."""
-    handle = io.lock(directory)
-    try:
-        yield
-    finally:
-        os.close(handle)  # not one of a save's operations: a disk that fails must not keep the lock
 
 
 def remove_stale(io: FileSystem, directory: Path) -> None:
@@ -339,7 +327,6 @@ def _owner_alive(io: FileSystem, path: Path) -> bool:
 def discard_save(io: FileSystem, temporary: Path) -> None:
     """Remove the temporary of a failed save, as far as the disk allows; the next save tries again."""
     try:
-        if io.exists(temporary):
-            remove_tree(io, temporary)
+        remove_tree(io, temporary)
     except OSError as error:
         _log.warning("could not remove %s after a failed save (%s); the next save will", temporary, error)

@@ -17,11 +17,13 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from thalweg.utils.log import get_logger
 from thalweg.utils.processes import process_start_time
+from thalweg.utils.timing import wait_until
 
 REPLACING_PREFIX = ".latest-"  # of what takes a file's place
 _log = get_logger(__name__)
@@ -34,8 +36,10 @@ class FileSystem:
 
     # Of a handle: cut the file to so many bytes, make its bytes survive a loss of power, give it back.
     truncate, fsync, close = staticmethod(os.ftruncate), staticmethod(os.fsync), staticmethod(os.close)
-    # Of a path: whether anything has this name; make one directory, which must not exist yet, remove an empty one.
-    exists, mkdir, rmdir = staticmethod(os.path.lexists), staticmethod(os.mkdir), staticmethod(os.rmdir)
+    # Of a path: whether anything has this name, bytes in the file; make one directory, which must not exist yet, remove
+    # an empty one.
+    exists, size = staticmethod(os.path.lexists), staticmethod(os.path.getsize)
+    mkdir, rmdir = staticmethod(os.mkdir), staticmethod(os.rmdir)
     # Give a file another name in one step, replacing a file of that name; remove one.
     rename, remove = staticmethod(os.rename), staticmethod(os.unlink)
 
@@ -78,10 +82,6 @@ class FileSystem:
             total += done
         return total
 
-    def size(self, path: Path) -> int:
-        """Bytes in the file."""
-        return os.stat(path).st_size
-
     def age(self, path: Path) -> float:
         """Seconds since a file was last written to, or a directory or any file in it."""
         changes = [os.stat(path).st_mtime]
@@ -95,8 +95,9 @@ class FileSystem:
         """Sorted names in a directory."""
         return sorted(os.listdir(path))
 
-    def lock(self, path: Path) -> int:
-        """Keep other processes that ask, too, from a directory until the handle is closed.
+    @contextlib.contextmanager
+    def lock(self, path: Path) -> Iterator[None]:
+        """Keep other processes that ask, too, from a directory meanwhile: none gives or takes public names there.
 
         Where the file system has no such locks, warn and go on without.
 
@@ -104,29 +105,17 @@ class FileSystem:
             TimeoutError: somebody has held it for ``lock_timeout`` seconds.
         """
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        deadline = time.monotonic() + self.lock_timeout
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() < deadline:
-                    time.sleep(0.002)
-                    continue
-                os.close(handle)
+        try:
+            if not wait_until(lambda: _try_lock(handle, path), self.lock_timeout, interval=0.002):
                 raise TimeoutError(
                     errno.ETIMEDOUT,
                     f"another process has held the lock of this directory for {self.lock_timeout:g} s: "
                     "let it go on, or end it (fuser names it)",
                     str(path),
-                ) from None
-            except OSError as error:
-                _log.warning(
-                    "%s cannot be locked (%s): two jobs that save there at the same time may remove each other's "
-                    "checkpoints; give each job a directory of its own",
-                    path,
-                    error.strerror,
                 )
-            return handle
+            yield
+        finally:
+            os.close(handle)  # not one of a save's operations: a disk that fails must not keep the lock
 
     def fsync_dir(self, path: Path) -> None:
         """Make the names in a directory survive a loss of power."""
@@ -135,6 +124,22 @@ class FileSystem:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def _try_lock(handle: int, path: Path) -> bool:
+    """Whether nobody else has the lock; with a warning where the file system knows of none."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        _log.warning(
+            "%s cannot be locked (%s): two jobs that save there at the same time may remove each other's "
+            "checkpoints; give each job a directory of its own",
+            path,
+            error.strerror,
+        )
+    return True
 
 
 def _set_direct(handle: int, enabled: bool) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from thalweg.checkpoint import directory, job_starts
-from thalweg.checkpoint.deepspeed import ForeignCheckpoint, find_foreign
+from thalweg.checkpoint.deepspeed.checkpoint import ForeignCheckpoint, find_foreign
 from thalweg.checkpoint.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -24,8 +24,6 @@ from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.checkpoint.reader import Checkpoint, format_list
 from thalweg.utils.log import get_logger
 
-ResumePolicy = Literal["auto", "must", "never"]
-
 _log = get_logger(__name__)
 
 
@@ -33,7 +31,7 @@ def open_verified(
     checkpoint_dir: str | Path,
     tag: str | None = None,
     *,
-    resume: ResumePolicy = "auto",
+    resume: Literal["auto", "must", "never"] = "auto",
     group: Any = None,
 ) -> Checkpoint | None:
     """Choose and fully verify the checkpoint to load from; collective, the same answer on all ranks.

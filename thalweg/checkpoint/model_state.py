@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
 from thalweg.checkpoint.errors import CheckpointMismatchError, UnserializableStateError
+from thalweg.checkpoint.format.shards import noop_release
 from thalweg.checkpoint.optimizer_state import (
     OptimizerLoadPlan,
     apply_optimizer_plan,
@@ -28,7 +29,7 @@ from thalweg.checkpoint.optimizer_state import (
 from thalweg.checkpoint.pipeline_state import merge_stage_states, to_canonical_names
 from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.checkpoint.reader import Checkpoint
-from thalweg.checkpoint.save import Snapshot, noop_release
+from thalweg.checkpoint.save import Snapshot
 from thalweg.device import get_rng_state, set_rng_state
 from thalweg.parallel.pipeline.tied_weights import IDENTITY_NAMING, ParamNaming
 from thalweg.zero.whole_parameter import named_shards
@@ -163,7 +164,7 @@ def restore_module(
     ranks.all_or_raise(f"loading checkpoint {checkpoint.path}", prepare)
     tensors, extra_names, trees, plan, generators = prepared[0]
     targets = [*tensors.items(), *plan.targets]
-    release = getattr(optimizer, "release", None)
+    release = getattr(optimizer, "release", noop_release)
     checkpoint.read_into(targets, strict=strict, group=group, extra_names=extra_names, release=release)
 
     def apply() -> None:
@@ -207,15 +208,13 @@ def _match_model(
 
 
 def _capture_rng() -> dict[str, Any]:
-    """Python's, numpy's (if loaded), torch's CPU and the current accelerator's (as "cuda") generator states."""
+    """Python's, numpy's, torch's CPU and the current accelerator's (as "cuda") generator states."""
     version, words, gauss = random.getstate()
     tree: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
         "torch": torch.get_rng_state(),
+        "numpy": dict(zip(_NUMPY_STATE, numpy.random.get_state(), strict=True)),
     }
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        tree["numpy"] = dict(zip(_NUMPY_STATE, numpy.random.get_state(), strict=True))
     accelerator = get_rng_state()[1]
     if accelerator is not None:
         tree["cuda"] = accelerator
@@ -230,8 +229,6 @@ def _restore_rng(tree: dict[str, Any]) -> None:
     if "torch" in tree:
         torch.set_rng_state(tree["torch"].cpu())
     if "numpy" in tree:
-        import numpy
-
         numpy.random.set_state(tuple(tree["numpy"][key] for key in _NUMPY_STATE))
     if "cuda" in tree:
         set_rng_state((torch.get_rng_state(), tree["cuda"].cpu()))

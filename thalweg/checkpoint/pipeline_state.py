@@ -40,7 +40,7 @@ def merge_stage_states(local_state: dict[str, Any], naming: ParamNaming) -> dict
     """The trees of all stages in one; ``local_state`` is this rank's; collective over the pipeline.
 
     Raises:
-        UnstorableState: a tensor among what only one stage has.
+        UnserializableStateError: a tensor among what only one stage has.
     """
     ranks = RankGroup.from_group(naming.group) if naming.group is not None else RankGroup(0, 1)
     if ranks.world_size == 1:

@@ -32,7 +32,7 @@ class RankGroup:
     @classmethod
     def from_group(cls, group: Any = None) -> RankGroup:
         """The ranks of ``group``, of the default group when None, or one rank when nothing is initialised."""
-        if not (dist.is_available() and dist.is_initialized()):
+        if not dist.is_initialized():
             return cls(0, 1)
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
@@ -66,8 +66,9 @@ class RankGroup:
         try:
             outcome = {"value": fn()}
         except Exception as error:  # whatever it was, the peers must hear of it before it spreads here
-            cause = error
-            outcome = {"kind": type(error).__name__, "text": str(error) or repr(error), "what": operation}
+            cause, kind, text = error, type(error).__name__, str(error) or repr(error)
+            text = text if kind in ERRORS_BY_NAME else f"{kind}: {text}"
+            outcome = {"kind": kind, "text": text, "what": operation}
         if self.world_size == 1 and isinstance(cause, CheckpointError):
             raise cause
         outcomes = self.all_gather_json(outcome)
@@ -84,14 +85,9 @@ class RankGroup:
 
 def _format_failures(failed: dict[int, dict[str, str]], world_size: int) -> str:
     operation = next(iter(failed.values()))["what"]  # a rank's own words may differ, in a path or a tag
-
-    def describe(outcome: dict[str, str]) -> str:
-        prefix = "" if outcome["kind"] in ERRORS_BY_NAME else f"{outcome['kind']}: "
-        return prefix + outcome["text"]
-
     texts: dict[str, list[int]] = {}
     for rank, outcome in failed.items():
-        texts.setdefault(describe(outcome), []).append(rank)
+        texts.setdefault(outcome["text"], []).append(rank)
     if world_size == 1:
         return f"{operation} failed: {next(iter(texts))}"
     if len(texts) == 1 and len(failed) == world_size:

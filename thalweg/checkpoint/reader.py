@@ -27,7 +27,7 @@ from thalweg.checkpoint.format.codec import decode_tree
 from thalweg.checkpoint.format.direct_writer import SMALL_FILE_BYTES
 from thalweg.checkpoint.format.dtypes import DTYPE_NAMES, DTYPES
 from thalweg.checkpoint.format.manifest import ChunkRecord, Manifest, ManifestHead
-from thalweg.checkpoint.format.shards import ShardReader
+from thalweg.checkpoint.format.shards import ShardReader, noop_release
 from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.device import copy_to_device
 from thalweg.utils.log import get_logger
@@ -146,14 +146,13 @@ class Checkpoint:
         With ``world_size`` only part ``rank`` of that many equal ones is read.
         """
         corruptions: list[Corruption] = []
-        broken_files: set[str] = set()
         chunks = [(name, p) for name in self.tensor_names() for p in self.manifest.tensors[name].pieces]
         for file, reader in sorted(self._shard_readers.items()):
             try:
                 reader.check_header()
             except CorruptCheckpointError as error:
-                broken_files.add(file)
                 corruptions.append(Corruption(file, None, str(error)))
+        broken_files = {one.file for one in corruptions}
         corruptions += [
             Corruption(p.file, name, f"{self.path / p.file}: tensor {name} lies in this damaged file")
             for name, p in chunks
@@ -191,7 +190,7 @@ class Checkpoint:
         strict: bool = True,
         group: Any = None,
         extra_names: Iterable[str] = (),
-        release: Callable[[torch.Tensor], None] | None = None,
+        release: Callable[[torch.Tensor], None] = noop_release,
     ) -> list[str]:
         """Fill live tensors (DTensor or plain) from the checkpoint, each rank the parts it holds; collective.
 
@@ -245,8 +244,7 @@ class Checkpoint:
                 for overlap, origin, local in targets[piece]:
                     target = local[overlap.slices(origin)]
                     target.copy_(copy_to_device(values[overlap.slices(piece[1].offset)], target.device))
-                    if release is not None:
-                        release(target)
+                    release(target)
 
         ranks.all_or_raise(operation, check)
         ranks.all_or_raise(operation, lambda: self._map_concurrently(targets, load))

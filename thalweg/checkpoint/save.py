@@ -36,17 +36,13 @@ from thalweg.checkpoint.format.chunks import TensorChunk, covers_exactly, local_
 from thalweg.checkpoint.format.codec import encode_tree
 from thalweg.checkpoint.format.dtypes import DTYPE_NAMES, DTYPES
 from thalweg.checkpoint.format.manifest import ChunkRecord, FileRecord, Manifest, ManifestHead, TensorRecord
-from thalweg.checkpoint.format.shards import TensorEntry, sort_for_alignment, write_shard
+from thalweg.checkpoint.format.shards import TensorEntry, noop_release, sort_for_alignment, write_shard
 from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.utils.log import get_logger
 
 MAX_CHUNK_BYTES = 32 << 20  # a load that needs one row of a piece reads and hashes all of it, so not too large
 
 _log = get_logger(__name__)
-
-
-def noop_release(tensor: torch.Tensor) -> None:
-    """Nothing: what the memory behind a tensor needs after it was read, unless somebody knows better."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ class Snapshot:
     tensors: logical name -> DTensor (any mesh, Shard and Replicate) or plain tensor, which
     is taken to be equal on every rank that has the name.  aliases: further name -> name in
     ``tensors`` (tied weights).  state: a tree that is equal on all ranks (rank 0's is kept);
-    per_rank: this rank's own tree (``format/codec.py`` says what trees may hold).  unsynced: names of
+    per_rank: this rank's own tree (``format/codec.py`` says what trees may hold).  rank_local: names of
     plain tensors in which ranks may differ; the first holder's values are kept.  release: is
     given each tensor, or part of one, once it has been written (to let go of its pages, say).
     """

@@ -14,15 +14,15 @@ names the cure; THALWEG_TRACEBACK=1 adds the traceback.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import thalweg
+from thalweg.utils.formatting import did_you_mean
 from thalweg.utils.log import enable_console
 
 COMMANDS: dict[str, str] = {
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parser, module, command_parser = _build_parser(command)
         if command is not None and command_parser is None:
-            named = f"{command!r}{_suggest(command, COMMANDS)}: there are {', '.join(COMMANDS)}"
+            named = f"{command!r}{did_you_mean(command, COMMANDS)}: there are {', '.join(COMMANDS)}"
             return _print_error(2, f"no subcommand {named}, and options follow them; see `thalweg --help`")
         passthrough: list[str] = []
         if command is not None and hasattr(module, "split_passthrough"):
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed, unknown = parser.parse_known_args(arguments, argparse.Namespace(passthrough=passthrough))
         if unknown:
             known = [] if command_parser is None else _list_options(command_parser)
-            suggestion = _suggest(unknown[0].partition("=")[0], known)
+            suggestion = did_you_mean(unknown[0].partition("=")[0], known)
             (command_parser or parser).error(f"there is no {' '.join(unknown)}{suggestion}")
         if module is None:
             parser.print_help(sys.stderr)
@@ -126,12 +126,6 @@ def _list_options(parser: argparse.ArgumentParser) -> list[str]:
             for inner in action.choices.values():
                 options += _list_options(inner)
     return options
-
-
-def _suggest(name: str, known: Iterable[str]) -> str:
-    """Say which of ``known`` somebody may have meant; nothing where none is near."""
-    matches = difflib.get_close_matches(name, known, n=1)
-    return f", did you mean {matches[0]}?" if matches else ""
 
 
 def _error_text(error: BaseException) -> str:

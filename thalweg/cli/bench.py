@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import json
 import os
 import subprocess
@@ -24,6 +23,7 @@ from pathlib import Path
 
 import thalweg
 from thalweg.utils.env import DEVICE_VARIABLE
+from thalweg.utils.formatting import did_you_mean
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,6 @@ def list_benchmarks(folder: Path) -> dict[str, str]:
 
 def find_bench_folder() -> Path:
     """Return the checkout's ``bench/`` folder; FileNotFoundError when the package runs without a checkout."""
-    assert thalweg.__file__ is not None
     root = Path(thalweg.__file__).resolve().parent.parent
     if not ((root / "bench").is_dir() and (root / "pyproject.toml").is_file()):
         raise FileNotFoundError(
@@ -74,9 +73,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"benchmarks": known}) if args.json else listing)
         return 0
     if args.name not in known:
-        matches = difflib.get_close_matches(args.name, known, n=1)
-        hint = f"did you mean {matches[0]!r}? " if matches else ""
-        raise ValueError(f"no benchmark {args.name!r}: {hint}there are {', '.join(known)}")
+        raise ValueError(f"no benchmark {args.name!r}{did_you_mean(args.name, known)}: there are {', '.join(known)}")
     options = [option for option in ("--json", "--quick") if getattr(args, option[2:])]
     command = [sys.executable, str(folder / f"{args.name}.py"), *options, *args.passthrough]
     environ = os.environ if args.device == "auto" else {**os.environ, DEVICE_VARIABLE: args.device}

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from thalweg.cli.engine_args import add_engine_arguments, build_engine_spec
+from thalweg.serve.errors import ApiError
 
 Messages = list[dict[str, str]]
 
@@ -37,8 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Converse until the reader has had enough."""
-    from thalweg.serve.errors import ApiError
-
     if (args.url is None) == (args.model is None):
         raise ValueError("give a model, or --url of a server that has one")
     stream_reply = _chat_with_server(args) if args.url else _chat_in_process(args)
@@ -76,7 +75,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _chat_with_server(args: argparse.Namespace) -> Callable[[Messages], Iterator[str]]:
     from thalweg.serve.client import iter_sse, post_json
-    from thalweg.serve.errors import ApiError
 
     base = args.url if "://" in args.url else f"http://{args.url}"
     url = f"{base.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
@@ -99,7 +97,6 @@ def _chat_with_server(args: argparse.Namespace) -> Callable[[Messages], Iterator
 
 def _chat_in_process(args: argparse.Namespace) -> Callable[[Messages], Iterator[str]]:
     from thalweg.infer.types import Request, SamplingParams
-    from thalweg.serve.errors import ApiError
     from thalweg.serve.openai.requests import FALLBACK_STOP, ChatTokenizer
 
     engine = build_engine_spec(args).load()

@@ -92,7 +92,7 @@ def _inspect(checkpoint: Any, tensors: bool) -> tuple[dict[str, Any], list[str]]
 
 def _verify(directory: Path, tag: str | None) -> tuple[dict[str, Any], list[str]]:
     from thalweg.checkpoint import Checkpoint, CorruptCheckpointError, FileSystem
-    from thalweg.checkpoint.deepspeed import ForeignCheckpoint, find_foreign
+    from thalweg.checkpoint.deepspeed.checkpoint import ForeignCheckpoint, find_foreign
     from thalweg.checkpoint.directory import find_paths
 
     foreign = find_foreign(FileSystem(), directory, tag)

@@ -83,7 +83,11 @@ def run(args: argparse.Namespace) -> int:
     if device != "auto":
         os.environ[DEVICE_VARIABLE] = device
     if nproc > 1 and "RANK" not in os.environ:
-        return _launch(nproc)
+        from thalweg.launch.local import run_local
+        from thalweg.launch.spec import LaunchSpec, build_local_job
+
+        spec = LaunchSpec("thalweg", tuple(sys.argv[1:]), "module", str(nproc))
+        return run_local(build_local_job(spec)).show()
     from thalweg.rlhf.steps import run_all, run_step
 
     if args.step == "all":
@@ -93,12 +97,3 @@ def run(args: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(model)
     return 0
-
-
-def _launch(nproc: int) -> int:
-    from thalweg.launch.local import run_local
-    from thalweg.launch.spec import LaunchSpec, build_local_job
-
-    outcome = run_local(build_local_job(LaunchSpec("thalweg", tuple(sys.argv[1:]), "module", str(nproc))))
-    sys.stderr.write(outcome.report)
-    return outcome.exit_code

@@ -18,7 +18,6 @@ import argparse
 import os
 import random
 import shlex
-import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -139,8 +138,7 @@ def run(args: argparse.Namespace) -> int:
         result = _run_over_ssh(args, spec, hosts, limits)
     else:
         result = _run_on_this_host(args, spec, hosts)
-    sys.stderr.write(result.report)
-    return result.exit_code
+    return result.show()
 
 
 def _added_environ(args: argparse.Namespace) -> dict[str, str]:
@@ -214,8 +212,7 @@ def _run_on_this_host(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple[H
     spec, node = resolve_node(spec, args.num_nodes, args.node_rank, args.master_addr, os.environ)
     result = run_local(build_local_job(spec), node)
     if node is not None and result.exit_code:
-        sys.stderr.write(result.report)
-        exit_process(result.exit_code)
+        exit_process(result.show())
     return result
 
 

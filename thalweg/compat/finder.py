@@ -33,7 +33,6 @@ from thalweg import __version__
 
 FALLBACK, PROGRAM = "*", "-m"
 _NOT_OFFERED = "not offered: "
-_ROOM = "thalweg.compat"
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class Package:
     @property
     def room(self) -> str:
         """The module of ours whose import opts in."""
-        return f"{_ROOM}.{self.name}"
+        return f"thalweg.compat.{self.name}"
 
     def look_up(self, module: str, name: str) -> str | NotOffered | None:
         """What stands for a name of a module; where no name of it is offered, what to do instead of all."""
@@ -186,9 +185,6 @@ class SurfaceFinder:
         """The distributions of the packages, where they or all are asked for."""
         wanted = None if context is None or context.name is None else context.name.lower().replace("_", "-")
         yield from (SurfaceDistribution(p) for p in _packages.values() if wanted in (None, p.distribution))
-
-    def invalidate_caches(self) -> None:
-        """There are none."""
 
 
 class SurfaceDistribution(importlib.metadata.Distribution):

@@ -106,14 +106,13 @@ class _RunSlice:
         return self._take(self._offset + part.start, self._offset + part.stop)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CurriculumSampler(EpochSampler):
     """Deals out a curriculum; an epoch of it is ``num_samples`` positions of the run."""
 
-    curriculum: Curriculum | None = None
+    curriculum: Curriculum
 
     def ids(self, epoch: int) -> np.ndarray:
         """All ids of ``epoch``, to be cut into slices."""
-        assert self.curriculum is not None
         ids: object = _RunSlice(self.curriculum.take, epoch * self.num_samples)
         return ids  # type: ignore[return-value]

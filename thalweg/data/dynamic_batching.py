@@ -28,12 +28,12 @@ from thalweg.optim.accumulation import StepListener, StepResult
 from thalweg.optim.lr_scheduler import set_group_lr
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DynamicBatchSampler(EpochSampler):
     """Deals out micro-batches of at most ``max_tokens``; ``lengths`` (N,) are the tokens of each sample."""
 
-    lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    max_tokens: int = 1
+    lengths: np.ndarray
+    max_tokens: int
     min_batch_size: int = 1
     max_batch_size: int | None = None
     picking_order: str = "dataloader"

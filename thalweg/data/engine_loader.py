@@ -66,12 +66,11 @@ def build_engine_loader(
     """
     if data is None:
         return None
-    if config.data_efficiency.curriculum_pools or config.data_efficiency.dynamic_batching is not None:
-        loader = _build_efficient_loader(data, config, rank, world_size, collate_fn)
-        return _split_sequences(loader, splitter)
     batch_size = int(config.train_micro_batch_size_per_gpu)
     ranks: dict[str, Any] = {"rank": rank, "world_size": world_size, "seed": config.seed or 0}
-    if isinstance(data, DataLoader):
+    if config.data_efficiency.curriculum_pools or config.data_efficiency.dynamic_batching is not None:
+        loader = _build_efficient_loader(data, config, rank, world_size, collate_fn)
+    elif isinstance(data, DataLoader):
         if data.batch_size not in (None, batch_size):
             raise ValueError(
                 f"training_data is a DataLoader with batch_size {data.batch_size}, and the config's "
@@ -82,10 +81,6 @@ def build_engine_loader(
     else:
         drop_last = config.dataloader_drop_last
         loader = build_loader(data, batch_size=batch_size, drop_last=drop_last, collate_fn=collate_fn, **ranks)
-    return _split_sequences(loader, splitter)
-
-
-def _split_sequences(loader: Any, splitter: BatchSplitter | None) -> Any:
     if splitter is not None and isinstance(loader, StatefulLoader):
         loader.collate_fn = SequenceSplitCollate(loader.collate_fn, splitter)
     return loader

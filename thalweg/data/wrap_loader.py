@@ -66,25 +66,21 @@ class PassthroughLoader(PositionedLoader):
 
 
 def wrap_dataloader(
-    loader: DataLoader, *, rank: int = 0, world_size: int = 1, seed: int = 0, distribute: bool | None = None
+    loader: DataLoader, *, rank: int = 0, world_size: int = 1, seed: int = 0
 ) -> StatefulLoader | PassthroughLoader:
     """Return a loader with ``state_dict`` in place of the user's ``DataLoader``.
 
-    With ``distribute`` its sampler is replaced by one that deals the samples out to the
-    ranks (default: when there are several ranks and the user has not done so with a
-    ``DistributedSampler``); batch size, collate function and workers are kept.  A random
-    or sequential sampler becomes the seeded order of :class:`EpochSampler`; any other sampler
-    is drawn once an epoch on every rank, from torch's generator seeded alike, so a weighted
-    sampler keeps its weights.  Without ``distribute`` the loader is used as it is and its
-    batches are counted.
+    Where there are several ranks and the user has not done so with a ``DistributedSampler``,
+    its sampler is replaced by one that deals the samples out to the ranks; batch size, collate
+    function and workers are kept.  A random or sequential sampler becomes the seeded order of
+    :class:`EpochSampler`; any other sampler is drawn once an epoch on every rank, from torch's
+    generator seeded alike, so a weighted sampler keeps its weights.  Else the loader is used as
+    it is and its batches are counted.
 
     Raises ``ValueError`` for a custom ``batch_sampler``, which cannot be divided without
     knowing its rule, and for the sizes that :func:`build_loader` refuses.
     """
-    is_distributed = isinstance(loader.sampler, DistributedSampler)
-    if distribute is None:
-        distribute = world_size > 1 and not is_distributed
-    if not distribute:
+    if world_size == 1 or isinstance(loader.sampler, DistributedSampler):
         return PassthroughLoader(loader)
     is_iterable = is_iterable_dataset(loader.dataset)
     if loader.batch_size is None or not (is_iterable or type(loader.batch_sampler) is BatchSampler):
@@ -95,19 +91,17 @@ def wrap_dataloader(
     sampler: Any = loader.sampler
     dataset: Any = loader.dataset
     options = get_dataloader_options(loader)
-    has_standard_order = is_iterable or is_distributed or type(sampler) in (SequentialSampler, RandomSampler)
-    is_shuffled = type(sampler) is RandomSampler or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
-    if type(sampler) is RandomSampler and (sampler.replacement or len(sampler) != len(dataset)):
-        has_standard_order = False
+    is_shuffled = type(sampler) is RandomSampler
+    is_resampled = is_shuffled and (sampler.replacement or len(sampler) != len(dataset))  # not each sample once
+    has_standard_order = is_iterable or type(sampler) is SequentialSampler or (is_shuffled and not is_resampled)
     common: dict[str, Any] = {"batch_size": loader.batch_size, "rank": rank, "world_size": world_size, "seed": seed}
     common["drop_last"] = loader.drop_last
-    shuffle = False if is_iterable else is_shuffled
-    wrapped = build_loader(loader.dataset, shuffle=shuffle, collate_fn=loader.collate_fn, **common, **options)
+    wrapped = build_loader(dataset, shuffle=is_shuffled, collate_fn=loader.collate_fn, **common, **options)
     if has_standard_order:
         return wrapped
     order = partial(_draw_order, sampler, seed)
     epoch_sampler = EpochSampler(num_samples=len(sampler), shuffle=True, order=order, **common)
-    return StatefulLoader(loader.dataset, epoch_sampler, collate_fn=loader.collate_fn, **options)
+    return StatefulLoader(dataset, epoch_sampler, collate_fn=loader.collate_fn, **options)
 
 
 def get_dataloader_options(loader: DataLoader) -> dict[str, Any]:

@@ -36,10 +36,8 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, grace: float, restart: int) -> None:
         super().__init__(spec, logs_specs, exit_barrier_timeout=_BARRIER_TIMEOUT)
         self._grace, self._restart = grace, restart
-        self.pids: dict[int, int] = {}
-        """By local rank; each rank leads a session of its own."""
-        self.exited: set[int] = set()
-        """Ranks of the job that had ended before this agent ended any."""
+        self.pids: dict[int, int] = {}  # by local rank; each rank leads a session of its own
+        self.exited: set[int] = set()  # ranks of the job that had ended before this agent ended any
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         start: Any = super()._start_workers  # torch's decorator hides its signature

@@ -44,6 +44,11 @@ class JobResult:
     can_restart: bool = False
     lost_node: int | None = None
 
+    def show(self) -> int:
+        """Write the report; returns the exit code."""
+        sys.stderr.write(self.report)
+        return self.exit_code
+
 
 def announce_restart(failed: JobResult, restart: int, max_restarts: int, hosts: str = "") -> None:
     """Write why the job ended and that it starts anew; ``hosts`` says which are left out."""

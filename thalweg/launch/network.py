@@ -29,10 +29,7 @@ def interface_for(addr: str) -> str | None:
     local_address = local_address_for(addr)
     if local_address is None or not sys.platform.startswith("linux"):
         return None
-    for _, name in socket.if_nameindex():
-        if _interface_address(name) == local_address:
-            return name
-    return None
+    return next((name for _, name in socket.if_nameindex() if _interface_address(name) == local_address), None)
 
 
 def _interface_address(interface: str) -> str | None:

@@ -141,14 +141,14 @@ def _open_start(store: Store, restart: int) -> int:
 
 def _wait_for_start(store: Store, timeout: float) -> int:
     """The number of the start that host 0 has opened and that has not ended."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if store.check([f"{_START}/number"]):
-            number = store.get(f"{_START}/number").decode()
-            if not store.check([f"{_START}/{number}/end/result"]):
-                return int(number)
-        time.sleep(0.05)
-    raise ValueError(f"--node-rank 0 did not come within {timeout:.0f} s: start `thalweg run` there too")
+    key = f"{_START}/number"
+
+    def is_open() -> bool:
+        return store.check([key]) and not store.check([f"{_START}/{store.get(key).decode()}/end/result"])
+
+    if not wait_until(is_open, timeout):
+        raise ValueError(f"--node-rank 0 did not come within {timeout:.0f} s: start `thalweg run` there too")
+    return int(store.get(key))
 
 
 def join_nodes(node: NodeSpec, card: Card, restart: int = 0, store: Store | None = None) -> NodeRendezvous:

@@ -1,8 +1,10 @@
-"""Sizes as people write them: ``80GiB``, ``16 GB``, ``512m``; and back."""
+"""Sizes as people write them: ``80GiB``, ``16 GB``, ``512m``; and back.  The name that somebody may have meant."""
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 
 _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "p": 2**50}
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
@@ -42,3 +44,9 @@ def format_seconds(seconds: float) -> str:
         if seconds < end:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 86400:,.3g} days" if seconds < 86400 * 999 else f"{seconds / 86400:,.0f} days"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Words for an error, beginning with a comma, that name the nearest of ``known``; none where none is near."""
+    matches = difflib.get_close_matches(name, known, n=1)
+    return f", did you mean {matches[0]}?" if matches else ""

@@ -3,9 +3,3 @@
 ``torch_file`` reads a file and runs nothing of it; ``flat_tensors`` cuts the flat vectors of ZeRO into boxes;
 ``checkpoint_folder`` knows the folders; ``checkpoint`` gives them the face of ours.
 """
-
-from __future__ import annotations
-
-from thalweg.checkpoint.deepspeed.checkpoint import ForeignCheckpoint, find_foreign
-
-__all__ = ["ForeignCheckpoint", "find_foreign"]

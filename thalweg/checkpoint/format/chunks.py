@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,9 +59,10 @@ def local_chunks(name: str, tensor: torch.Tensor) -> list[tuple[TensorChunk, tup
     if not isinstance(tensor, DTensor):
         start = (0,) * tensor.dim()
         return [(TensorChunk(start, tuple(tensor.shape)), start)] if tensor.numel() else []
-    if tensor.device_mesh.get_coordinate() is None:
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
         return []
-    per_dim = _local_intervals(name, tensor)
+    per_dim = _local_intervals(name, tensor, coordinate)
     expected_shape = tuple(sum(stop - start for start, stop in spans) for spans in per_dim)
     local_shape = tuple(local_tensor(tensor).shape)
     if expected_shape != local_shape and 0 not in expected_shape and 0 not in local_shape:
@@ -82,14 +84,12 @@ def _with_origins(spans: list[Interval]) -> list[tuple[int, int, int]]:
     return [(start, stop - start, start - position) for (start, stop), position in zip(spans, ends, strict=False)]
 
 
-def _local_intervals(name: str, tensor: DTensor) -> list[list[Interval]]:
+def _local_intervals(name: str, tensor: DTensor, coordinate: Sequence[int]) -> list[list[Interval]]:
     """For each dim the global intervals whose concatenation is the local tensor.
 
     Mesh axes act from left to right, each splitting what the axes before it left, as
     ``torch.chunk`` does: pieces of ceil(n / parts), the last ones shorter or empty.
     """
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
     per_dim: list[list[Interval]] = [[(0, int(n))] for n in tensor.shape]
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):

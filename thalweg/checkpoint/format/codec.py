@@ -38,12 +38,6 @@ _INLINE_BYTES = 1024  # longer byte strings are stored as tensors, not as text
 
 _SAFE_NUMPY_DTYPE = re.compile(r"[<>|][biufcmMSUV]\d+(\[\d*[a-zA-Z]+\])?")  # plain bytes: no objects, no records
 
-TensorLoader = Callable[[str], torch.Tensor]
-
-
-def _base64_encode(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
 
 def _base64_decode(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
@@ -93,7 +87,7 @@ def encode_tree(tree: Any, prefix: str) -> tuple[Any, dict[str, torch.Tensor]]:
     return encoder.encode(tree, ()), encoder.tensors
 
 
-def decode_tree(node: Any, load_tensor: TensorLoader) -> Any:
+def decode_tree(node: Any, load_tensor: Callable[[str], torch.Tensor]) -> Any:
     """The tree that ``encode`` was given; ``load_tensor(name)`` returns a stored tensor."""
     if isinstance(node, list):
         return [decode_tree(item, load_tensor) for item in node]
@@ -138,7 +132,7 @@ class _TreeEncoder:
         if isinstance(value, numpy.generic | numpy.ndarray):
             return self._encode_numpy(value, path)
         if kind is bytes and len(value) <= _INLINE_BYTES:
-            return _make_tagged("bytes", _base64_encode(value))
+            return _make_tagged("bytes", base64.b64encode(value).decode())
         if kind is bytes:
             raw = torch.frombuffer(bytearray(value), dtype=torch.uint8)
             return _make_tagged("bytes_tensor", self._extract_tensor(raw, path))
@@ -188,7 +182,7 @@ class _TreeEncoder:
             kind = f"a numpy {type(value).__name__} of dtype {value.dtype}"
             self._fail(path, f"is {kind}, which has no safe form on disk")
         if isinstance(value, numpy.generic):
-            return {**_make_tagged("numpy", _base64_encode(value.tobytes())), "dtype": value.dtype.str}
+            return {**_make_tagged("numpy", base64.b64encode(value.tobytes()).decode()), "dtype": value.dtype.str}
         copied = numpy.array(value, copy=True, order="C")
         details = {"dtype": value.dtype.str, "shape": list(value.shape)}
         raw = torch.frombuffer(bytearray(copied.tobytes()), dtype=torch.uint8) if copied.nbytes else None

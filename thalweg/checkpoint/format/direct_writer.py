@@ -38,7 +38,7 @@ class DirectWriter:
         self._num_written = 0  # bytes handed to the file
         self._executor = ThreadPoolExecutor(1) if direct else None
         self._pending: Future[None] | None = None
-        self._handle: int | None = io.open_write(path, direct=direct)
+        self._handle = io.open_write(path, direct=direct)
 
     def append(self, data: memoryview, update_hash: Callable[[memoryview], None]) -> None:
         """Add ``data`` to the file; ``update_hash`` (of a hash) sees each part while it is in the cache."""
@@ -53,7 +53,7 @@ class DirectWriter:
 
     def finish(self) -> None:
         """Write what is left and make the file durable."""
-        assert self._handle is not None and self._num_written + self._num_buffered == self._size
+        assert self._num_written + self._num_buffered == self._size
         padded = self._num_buffered if self._executor is None else -(-self._num_buffered // ALIGNMENT) * ALIGNMENT
         self._buffers[0][self._num_buffered : padded] = bytes(padded - self._num_buffered)
         if padded:
@@ -67,13 +67,10 @@ class DirectWriter:
         """Wait for a write under way, whatever becomes of it, and close the file."""
         if self._executor is not None:
             self._executor.shutdown()
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self._io.close(handle)
+        self._io.close(self._handle)
 
     def _write_buffer(self, length: int) -> None:
         self._wait_pending()
-        assert self._handle is not None
         offset = self._num_written
         write = partial(self._io.pwrite, self._handle, self._buffers[0][:length], offset)
         try:

@@ -16,7 +16,7 @@ _SAFETENSORS_DTYPES: dict[str, str | None] = {
     **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "complex64", "complex128")),
 }
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _SAFETENSORS_DTYPES if hasattr(torch, name)}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _SAFETENSORS_DTYPES}
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 

@@ -125,7 +125,10 @@ def _resolve_device(requested: str, nproc: int) -> str:
 
 def _train_and_reload(settings: DemoSettings, log: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
     """Run both parts; returns the first non-zero exit code, or 0 and what the ranks wrote."""
-    results = Path(settings.results)
+    from thalweg.launch.local import run_local
+    from thalweg.launch.spec import LaunchSpec, build_local_job
+
+    results, environ = Path(settings.results), {DEVICE_VARIABLE: settings.device}
     (results / "settings.json").write_text(json.dumps(asdict(settings)), encoding="utf-8")
     log(
         f"model: GPT, {settings.num_layers} layers x {settings.width}, sequence {settings.block_size}; "
@@ -134,25 +137,15 @@ def _train_and_reload(settings: DemoSettings, log: Callable[[str], None]) -> tup
     )
     facts: dict[str, Any] = {}
     for phase, nproc, result in (("train", settings.nproc, "trained"), ("reload", 1, "reloaded")):
-        code = _launch_phase(phase, nproc, results / "settings.json", settings.device)
+        arguments = phase, str(results / "settings.json")
+        spec = LaunchSpec("thalweg.cli.demo.worker", arguments, "module", str(nproc), bind=nproc > 1, environ=environ)
+        code = run_local(build_local_job(spec)).show()
         if code != 0:
             return code, {}
         facts |= json.loads((results / f"{result}.json").read_text(encoding="utf-8"))
         if phase == "train":
             log(f"checkpoint: {facts['checkpoint']}")
     return 0, facts
-
-
-def _launch_phase(phase: str, nproc: int, settings: Path, device: str) -> int:
-    """Run one part of the demo on ``nproc`` ranks; returns the exit code, standard error has what failed."""
-    from thalweg.launch.local import run_local
-    from thalweg.launch.spec import LaunchSpec, build_local_job
-
-    arguments, environ = (phase, str(settings)), {DEVICE_VARIABLE: device}
-    spec = LaunchSpec("thalweg.cli.demo.worker", arguments, "module", str(nproc), bind=nproc > 1, environ=environ)
-    outcome = run_local(build_local_job(spec))
-    sys.stderr.write(outcome.report)
-    return outcome.exit_code
 
 
 def _build_summary(settings: DemoSettings, facts: dict[str, Any], out: Path, seconds: float) -> dict[str, Any]:

@@ -299,12 +299,11 @@ class DeepSpeedEngine(Engine):
         """Load whole tensors into the model; collective."""
         self.load_state_dict(state_dict, strict)
 
-    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Any:
+    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, *, collate_fn: Any = None, **_: Any) -> Any:
         """A loader of this rank's batches of ``dataset``."""
         config = self.resolved_config
         if batch_size is not None:
             config = replace_by_path(config, {"train_micro_batch_size_per_gpu": batch_size})
-        collate_fn = options.get("collate_fn")
         return build_engine_loader(dataset, config, self.meshes.dp.get_local_rank(), self.dp_world_size, collate_fn)
 
     def scale(self, loss: Tensor) -> Tensor:

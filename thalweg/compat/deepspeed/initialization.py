@@ -111,7 +111,6 @@ def initialize(
             training_data=training_data,
             lr_scheduler=lr_scheduler,
             distributed_port=distributed_port,
-            dist_init_required=dist_init_required,
             collate_fn=collate_fn,
         )
     if mpu is not None:

@@ -9,21 +9,15 @@ from collections.abc import Sequence
 from thalweg.observe.flops import resident_mib
 from thalweg.utils.log import current_rank
 
-
-def _make_logger() -> logging.Logger:
-    """Programs ask for it by its name too, to silence it; every rank speaks."""
-    made = logging.getLogger("DeepSpeed")
-    made.propagate = False
-    if made.level == logging.NOTSET:
-        made.setLevel(logging.INFO)
-    if not made.handlers:
-        handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
-        made.addHandler(handler)
-    return made
-
-
-logger = _make_logger()
+# Programs ask for it by its name too, to silence it; every rank speaks.
+logger = logging.getLogger("DeepSpeed")
+logger.propagate = False
+if logger.level == logging.NOTSET:
+    logger.setLevel(logging.INFO)
+if not logger.handlers:
+    _handler = logging.StreamHandler(sys.stdout)
+    _handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+    logger.addHandler(_handler)
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:

@@ -1,7 +1,5 @@
 """DeepSpeed's names: ``surface.ini`` has each module that ``import deepspeed`` can reach."""
 
-from __future__ import annotations
-
 from thalweg.compat.finder import Package, read_surface
 
 DEEPSPEED_VERSION = "0.19.8"

@@ -156,10 +156,8 @@ def _check_shape(target: Tensor, value: Tensor) -> None:
 def _find_state(param: Tensor, key: str) -> Tensor | None:
     """A state of a parameter in the engine whose optimizer has it."""
     param = get_shard(param)
-    for engine in live_engines():
-        if engine.optimizer is not None and param in engine.optimizer.state:
-            return engine.optimizer.state[param].get(key)
-    return None
+    states = (engine.optimizer.state for engine in live_engines() if engine.optimizer is not None)
+    return next((state[param].get(key) for state in states if param in state), None)
 
 
 def _require(state: Tensor | None, key: str) -> Tensor:

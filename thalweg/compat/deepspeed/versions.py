@@ -1,7 +1,5 @@
 """What programs ask of a DeepSpeed's build."""
 
-from __future__ import annotations
-
 import torch
 
 from thalweg.compat.deepspeed.surface import DEEPSPEED_VERSION

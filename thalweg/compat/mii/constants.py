@@ -1,7 +1,5 @@
 """MII's enumerations and errors."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from thalweg.infer.loader.hf import load_tokenizer
 from thalweg.infer.loader.load import load_engine
 from thalweg.serve.mii import deployment as ours
 from thalweg.serve.mii.pipeline import Pipeline
+from thalweg.utils.formatting import did_you_mean
 from thalweg.utils.log import enable_console, get_logger
 
 _log = get_logger(__name__)
@@ -176,8 +176,7 @@ def _merge(model: str, config: Mapping[str, Any] | None, options: Mapping[str, A
         raise ValueError(f"two models are named, {model} and {merged['model_name_or_path']}: name one")
     for name in [name for name in merged if name not in known]:
         if name not in _IGNORED:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise UnknownArgument(f"{name} is no option of MII's" + (f", did you mean {near[0]}?" if near else ""))
+            raise UnknownArgument(f"{name} is no option of MII's{did_you_mean(name, known)}")
         enable_console()
         _log.info("%s is ignored: %s", name, _IGNORED[name])
         del merged[name]

@@ -1,7 +1,5 @@
 """The names of DeepSpeed-MII: ``surface.ini`` has each module that ``import mii`` can reach."""
 
-from __future__ import annotations
-
 from thalweg.compat.finder import Package, read_surface
 
 MII_VERSION = "0.3.4"
