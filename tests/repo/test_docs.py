@@ -148,6 +148,20 @@ def test_python_names_keys_and_variables_exist(page: str) -> None:
     assert not faults
 
 
+def faults_of_messages(text: str) -> list[str]:
+    """Parts of the messages that a page's tables explain and that no source has; ``...`` stands for what varies."""
+    sources = "\n".join(path.read_text() for path in (ROOT / "thalweg").rglob("*.py"))
+    tables = re.findall(r"^\| message \|.*\n\|.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    parts = [part.strip() for table in tables for row in table.splitlines() for part in row.split("|")[1].split("...")]
+    return [part for part in parts if part not in sources]
+
+
+def test_messages_that_a_page_explains_exist() -> None:
+    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    assert faults_of_messages(page) == []
+    assert faults_of_messages(page.replace("| the ranks name ", "| no rank names ")) == ["no rank names different tags"]
+
+
 def test_the_checks_can_fail() -> None:
     assert list(faults_of_command(["serve", "m", "--port", "1"])) == []
     assert list(faults_of_command(["serve", "m", "--prot", "1"])) == ["serve has no --prot"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -358,9 +360,78 @@ def test_a_users_dataloader_alone_keeps_its_order_and_resumes_by_counting():
     resumed.load_state_dict(states[2])
     assert [batch.tolist() for (batch,) in resumed] == plain[3:]
     resumed.load_state_dict(states[-1])
-    assert resumed.state_dict() == {"version": 1, "epoch": 1, "batches": 0}
+    assert resumed.state_dict() == {"version": 1, "epoch": 1, "batches": 0, "samples": 0}
+    of_no_size = wrap_dataloader(DataLoader(Squares(4), batch_sampler=[[0, 1], [2, 3]]))
     with pytest.raises(ValueError, match="counts samples"):
-        resumed.load_state_dict(build_loader(Squares(4), batch_size=1).state_dict())
+        of_no_size.load_state_dict(build_loader(Squares(4), batch_size=1).state_dict())
+
+
+def _wrapped(world: int, batch_size: int, sampler: Any = None, **options: Any) -> list[Any]:
+    """A user's loader of the numbers below 24, as each rank has it."""
+    data = TensorDataset(torch.arange(24))
+    return [
+        wrap_dataloader(
+            DataLoader(data, batch_size, sampler=sampler and sampler(rank, world), **options),
+            rank=rank,
+            world_size=world,
+        )
+        for rank in range(world)
+    ]
+
+
+def _distributed(rank: int, world: int) -> DistributedSampler:
+    return DistributedSampler(range(24), num_replicas=world, rank=rank, shuffle=True, seed=3)
+
+
+def _take(loaders: list[Any], steps: int | None = None) -> list[int]:
+    """The samples of so many steps of all ranks, or of the epoch's rest."""
+    return [x for loader in loaders for (batch,) in itertools.islice(iter(loader), steps) for x in batch.tolist()]
+
+
+LAYOUTS = [((1, 4), (2, 2)), ((1, 4), (4, 1)), ((2, 2), (1, 4)), ((3, 4), (1, 2)), ((1, 3), (1, 4))]  # ranks, batch
+
+
+@pytest.mark.parametrize("sampler", [None, _distributed])
+@pytest.mark.parametrize(("before", "after"), LAYOUTS)
+def test_a_users_dataloader_resumes_with_other_ranks(before, after, sampler, caplog):
+    """As elastic training does: what was not handed over comes once, whatever the batches were."""
+    first = _wrapped(*before, sampler)
+    done = _take(first, 12 // (before[0] * before[1]))
+    state = json.loads(json.dumps(first[0].state_dict()))
+    second = _wrapped(*after, sampler)
+    for loader in second:
+        loader.load_state_dict(state)
+    assert len(done) == 12 and sorted(done + _take(second)) == list(range(24))
+    assert not caplog.records
+    for loader in second:  # the control
+        loader.load_state_dict({**state, **dict.fromkeys({"samples", "position"} & set(state), 8)})
+    assert sorted(done + _take(second)) != list(range(24))
+
+
+@pytest.mark.parametrize(("before", "after"), [((1, 4), (2, 2)), ((2, 2), (1, 4))])
+def test_where_the_order_is_another_a_resume_says_so(before, after, caplog):
+    first, second = _wrapped(*before, shuffle=True), _wrapped(*after, shuffle=True)
+    _take(first, 3)
+    for loader in second:
+        loader.load_state_dict(first[0].state_dict())
+    assert "epoch 0 has another order" in caplog.text
+    assert len(_take(second)) == 12 and sorted(_take(second)) == list(range(24))
+
+
+def test_part_of_a_batch_comes_again(caplog):
+    (first,), (second,) = _wrapped(1, 3), _wrapped(1, 4)
+    _take([first], 2)
+    second.load_state_dict(first.state_dict())
+    assert _take([second]) == list(range(4, 24)) and "epoch 0 has another order" in caplog.text
+
+
+def test_a_sampler_may_draw_more_than_there_is():
+    drawn = [WeightedRandomSampler([1.0, 1.0], num_samples=30) for _ in range(3)]
+    data = TensorDataset(torch.arange(2))
+    loaders = [
+        wrap_dataloader(DataLoader(data, 2, sampler=one), rank=rank, world_size=3) for rank, one in enumerate(drawn)
+    ]
+    assert len(_take(loaders)) == 30
 
 
 def test_a_users_distributed_sampler_is_believed():

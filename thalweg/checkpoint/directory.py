@@ -51,7 +51,7 @@ from thalweg.checkpoint.filesystem import (
 )
 from thalweg.checkpoint.format.manifest import Manifest, ManifestHead, parse_head, parse_manifest, serialize_manifest
 from thalweg.utils.log import get_logger
-from thalweg.utils.processes import process_start_time
+from thalweg.utils.processes import is_process_alive
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -321,7 +321,7 @@ def _owner_alive(io: FileSystem, path: Path) -> bool:
     host, pid, started = match.group(1), int(match.group(2)), int(match.group(3))
     if host != get_hostname():
         return io.age(path) < _FOREIGN_OWNER_TIMEOUT_S
-    return pid != os.getpid() and started == process_start_time(pid)
+    return pid != os.getpid() and is_process_alive(pid, started)
 
 
 def discard_save(io: FileSystem, temporary: Path) -> None:

@@ -22,6 +22,7 @@ from thalweg.checkpoint.format.dtypes import DTYPE_NAMES, DTYPES
 from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.parallel.pipeline.tied_weights import ParamNaming
 from thalweg.parallel_dims import control_group
+from thalweg.zero.full_state_dict import on_mesh_device
 
 
 def to_canonical_names(
@@ -121,4 +122,4 @@ def _fetch(local: torch.Tensor | None, dtype: torch.dtype, shape: list[int], src
 
 def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     value = tensor.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return on_mesh_device(value).full_tensor() if isinstance(value, DTensor) else value

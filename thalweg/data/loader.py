@@ -26,7 +26,9 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from thalweg.data.sampler import BatchSlice, EpochSampler
 from thalweg.data.sharded_iterable import ShardedIterableDataset
+from thalweg.utils.log import get_logger
 
+_log = get_logger(__name__)
 _STATE_VERSION = 1
 _END_OF_EPOCH = object()
 
@@ -123,6 +125,10 @@ class StatefulLoader(PositionedLoader):
         The saved seed must be this loader's, and the dataset as long as it was: otherwise
         the ids would not be the same ones, which is a ``ValueError``.
         """
+        if state.get("samples") is not None:  # of a user's loader, which one rank used as it was
+            if self.epoch_sampler.shuffle and state["samples"]:
+                warn_of_other_order(state["epoch"])
+            state = {**self.state_dict(), "epoch": state["epoch"], "position": state["samples"]}
         if state.get("version") != _STATE_VERSION:
             raise ValueError(f"the loader's state has version {state.get('version')!r}, not {_STATE_VERSION}")
         for name, value in self.state_dict().items():
@@ -199,6 +205,15 @@ def is_iterable_dataset(dataset: Any) -> bool:
 
 def _identity(item: Any) -> Any:
     return item
+
+
+def warn_of_other_order(epoch: int) -> None:
+    """A checkpoint's position is that of another order."""
+    _log.warning(
+        "with this number of ranks epoch %d has another order of samples than the checkpoint's: until it ends, some of "
+        "them come twice and others not at all",
+        epoch,
+    )
 
 
 def build_loader(

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from thalweg.data.loader import PositionedLoader, StatefulLoader, build_loader, is_iterable_dataset
+from thalweg.data.loader import (
+    PositionedLoader,
+    StatefulLoader,
+    build_loader,
+    is_iterable_dataset,
+    warn_of_other_order,
+)
 from thalweg.data.sampler import EpochSampler
 
 _OPTIONS = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
@@ -22,7 +28,7 @@ class PassthroughLoader(PositionedLoader):
 
     Resuming starts the pass and discards as many batches as had been handed over, so it
     costs their loading, and gives the same samples only if the user's own order is
-    reproducible.  The position belongs to this rank and this batch size.
+    reproducible.  With other numbers of ranks or sizes it discards as many samples, down to a whole batch.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -51,18 +57,33 @@ class PassthroughLoader(PositionedLoader):
         return False
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch and the batches of it handed over, as JSON scalars."""
-        finished = self.at_epoch_end
-        return {"version": 1, "epoch": self.epoch + finished, "batches": 0 if finished else self.position}
+        """Return the epoch, and the batches and samples of it handed over, as JSON scalars."""
+        finished, size = self.at_epoch_end, self._samples_per_step
+        position = 0 if finished else self.position
+        samples = {} if size is None else {"samples": position * size}
+        return {"version": 1, "epoch": self.epoch + finished, "batches": position, **samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the batches that had been handed over."""
-        if "batches" not in state:
+        """Go on after the batches, or the samples, that had been handed over."""
+        samples, size = state.get("position", state.get("samples")), self._samples_per_step
+        if samples is not None and size is not None:
+            batches, rest = divmod(int(samples), size)
+            if rest or (state.get("shuffle") and batches):
+                warn_of_other_order(state["epoch"])
+        elif "batches" in state:
+            batches = int(state["batches"])
+        else:
             raise ValueError(
                 "the checkpoint's loader position counts samples, and this loader only batches: "
                 "use the loader that the checkpoint was saved with, or do not restore its state"
             )
-        self.epoch, self.position, self._started = int(state["epoch"]), int(state["batches"]), False
+        self.epoch, self.position, self._started = int(state["epoch"]), batches, False
+
+    @property
+    def _samples_per_step(self) -> int | None:
+        """Of all ranks; None where the loader does not say."""
+        size = getattr(self.loader, "batch_size", None)
+        return None if size is None else size * getattr(getattr(self.loader, "sampler", None), "num_replicas", 1)
 
 
 def wrap_dataloader(
@@ -96,9 +117,8 @@ def wrap_dataloader(
     has_standard_order = is_iterable or type(sampler) is SequentialSampler or (is_shuffled and not is_resampled)
     common: dict[str, Any] = {"batch_size": loader.batch_size, "rank": rank, "world_size": world_size, "seed": seed}
     common["drop_last"] = loader.drop_last
-    wrapped = build_loader(dataset, shuffle=is_shuffled, collate_fn=loader.collate_fn, **common, **options)
     if has_standard_order:
-        return wrapped
+        return build_loader(dataset, shuffle=is_shuffled, collate_fn=loader.collate_fn, **common, **options)
     order = partial(_draw_order, sampler, seed)
     epoch_sampler = EpochSampler(num_samples=len(sampler), shuffle=True, order=order, **common)
     return StatefulLoader(dataset, epoch_sampler, collate_fn=loader.collate_fn, **options)
