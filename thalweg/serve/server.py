@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import logging
 import resource
 import socket
 import time
@@ -160,8 +159,6 @@ async def _run_server(
 
 
 def _uvicorn_config(options: ServeOptions, app: ASGIApp, max_connections: int) -> uvicorn.Config:
-    for name in ("uvicorn.error", "uvicorn.asgi"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     http_protocol: Any = type("_Protocol", (HardenedProtocol,), {"max_connections": max_connections})
     if options.tls_cert and options.tls_key:
         http_protocol = tls_protocol_factory(tls_context(options.tls_cert, options.tls_key), http_protocol)
@@ -171,6 +168,7 @@ def _uvicorn_config(options: ServeOptions, app: ASGIApp, max_connections: int) -
         ws="none",
         lifespan="off",
         log_config=None,
+        log_level="error",
         access_log=False,
         server_header=False,
         proxy_headers=False,
