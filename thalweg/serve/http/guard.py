@@ -215,8 +215,6 @@ class HandshakeGuard(asyncio.Protocol):
         self._inner, self._context = inner, context
         self._buffered: list[bytes] = []
         self._disconnected = False
-        self._handshake_task: asyncio.Task[None] | None = None
-        self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count it; begin the handshake, or hang up where there are too many."""
@@ -259,8 +257,7 @@ class HandshakeGuard(asyncio.Protocol):
 
     def shutdown(self) -> None:
         """The server ends."""
-        if self.transport is not None:
-            self.transport.abort()
+        self.transport.abort()
 
 
 @dataclass(frozen=True)
