@@ -137,21 +137,11 @@ class _EncoderProgram(ProgramBuilder):
             self.norm_into(e.final_norm, self.x, self.final)
         if cross_block_tables is not None:
             rows = self.norm_and_quantize(None, self.final, weight_format, "cross")
+            tables = cross_block_tables.ctypes.data, self.cross_table_offsets
             for cross, attention, kv_region in cross_targets:
-                if cross is not None:
-                    self._write_cross_kv(cross, rows, attention, kv_region, cross_block_tables.ctypes.data)
-
-    def _write_cross_kv(
-        self,
-        cross: CrossAttentionSpec,
-        rows: cpu_kernels.ActivationBuffer,
-        a: AttentionSpec,
-        kv_region: KVRegion,
-        cross_tables_address: int,
-    ) -> None:
-        """Compute the encoder states' keys and values for a layer of a decoder, and store them."""
-        kv = self.buffer("kv", cross.kv.out_features)
-        self.linear(rows, cross.kv, kv, self.weight_format)
-        kv_spec = replace(a, rope=None, q_norm=None, k_norm=None)
-        shape = replace(without_positions(self.attention_shape(kv_spec), 1.0), num_heads=0)
-        self.rope_and_store_kv(shape, kv_spec, kv, kv_region, cross_tables_address, self.cross_table_offsets)
+                if cross is not None:  # a layer of the decoder reads keys and values of these states
+                    kv = self.buffer("kv", cross.kv.out_features)
+                    self.linear(rows, cross.kv, kv, weight_format)
+                    kv_spec = replace(attention, rope=None, q_norm=None, k_norm=None)
+                    shape = replace(without_positions(self.attention_shape(kv_spec), 1.0), num_heads=0)
+                    self.rope_and_store_kv(shape, kv_spec, kv, kv_region, *tables)

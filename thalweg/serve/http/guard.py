@@ -198,14 +198,6 @@ def _no_passphrase() -> str:
     raise ValueError("the TLS key is encrypted: give one without a passphrase, which only this user may read")
 
 
-def tls_protocol_factory(
-    context: ssl.SSLContext, protocol: type[HardenedProtocol] = HardenedProtocol
-) -> Callable[..., asyncio.Protocol]:
-    """Return what makes protocols for uvicorn, as ``http=``."""
-
-    return lambda **fields: HandshakeGuard(protocol(**fields), context)
-
-
 class HandshakeGuard(asyncio.Protocol):
     """Stands for ``inner`` among the server's connections until the handshake is over."""
 
