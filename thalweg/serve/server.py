@@ -160,7 +160,7 @@ async def _run_server(
 
 def _uvicorn_config(options: ServeOptions, app: ASGIApp, max_connections: int) -> uvicorn.Config:
     http_protocol: Any = type("_Protocol", (HardenedProtocol,), {"max_connections": max_connections})
-    make_protocol = http_protocol
+    make_protocol: Any = http_protocol
     if options.tls_cert and options.tls_key:
         context = tls_context(options.tls_cert, options.tls_key)
         make_protocol = lambda **fields: HandshakeGuard(http_protocol(**fields), context)

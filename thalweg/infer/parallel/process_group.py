@@ -225,7 +225,7 @@ def _watch_processes(group: weakref.ref[InferenceGroup], pids: dict[int, int]) -
     def watch() -> None:
         try:
             while True:
-                exited = wait(ranks, 0.3)
+                exited: list[Any] = wait(ranks, 0.3)
                 owner = group()
                 if owner is None or owner._closed.is_set():
                     return None
