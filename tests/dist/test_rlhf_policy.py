@@ -323,7 +323,7 @@ def _too_old(rank: int, world: int) -> None:
     actor = build_engine(tiny_decoder("llama"), config, num_updates=1, accumulation=2)
     prompts = PromptSource([{"prompt": "a"}], make_tokenizer(), 8, 0)
     trainer = GRPOTrainer(config, actor, None, make_tokenizer(), prompts, lambda *_: torch.zeros(2))
-    trainer._ahead, trainer.iteration = RolloutAhead(0, _experience(ROWS[0], 0).rollout), 2
+    trainer._ahead, trainer.iteration = RolloutAhead(0, lambda: _experience(ROWS[0], 0).rollout), 2
     with pytest.raises(AssertionError, match="responses of iteration 0 at 2"):
         trainer.collect(last=True)
     trainer.close()

@@ -160,13 +160,12 @@ class BlockEigenvalues:
 
     def compute(self) -> dict[str, float]:
         """The absolute value of the largest eigenvalue of each block."""
-        batch, was_training = self._batch, self._model.training
-        self._model.eval()  # dropout would differ between the two gradients
+        was_training = self._model.training
+        self._model.eval()  # dropout would differ between the two gradients, and the batch be another
         try:
             return {name: self._iterate(list(block.values())) for name, block in self._blocks.items()}
         finally:
             self._model.train(was_training)
-            self._batch = batch
 
     def _iterate(self, block: list[Compression]) -> float:
         gradient, sizes = self._gradient(block, None, 0.0)
@@ -195,8 +194,7 @@ class BlockEigenvalues:
         """The mean gradient over ranks by the block's weights, ``size`` along a direction; their sum of squares."""
         assert self._batch is not None
         with torch.enable_grad(), _moved(block, direction, size):
-            output = self._model(*self._batch[0], **self._batch[1])
-            loss = get_loss(output)
+            loss = get_loss(self._model(*self._batch[0], **self._batch[1]))
             leaves = [compression.leaf for compression in block]
             gradients = torch.autograd.grad(loss.float(), leaves)  # type: ignore[arg-type]
         sizes = float(sum((leaf.detach().float() ** 2).sum() for leaf in leaves))  # type: ignore[union-attr]

@@ -200,7 +200,7 @@ class GRPOTrainer:
             return RolloutAhead.begin(self.iteration, self.hybrid.generation(), generate, self._join_parts)
         with self.hybrid.generation() as core:
             part = generate(core)
-        return RolloutAhead(self.iteration, self._join_parts(part))
+        return RolloutAhead(self.iteration, lambda: part, self._join_parts)
 
     def _join_parts(self, part: Rollout) -> Rollout:
         """The tensor group's responses, each rank's a part; collective over it."""
@@ -327,7 +327,8 @@ class GRPOTrainer:
         """Go on from there; responses of another number of data ranks are drawn anew."""
         self.iteration, ahead = state["iteration"], state.get("ahead")
         if ahead and self.config.rollout_ahead and len(ahead["by_rank"]) == self.num_ranks:
-            self._ahead = RolloutAhead(ahead["version"], Rollout.from_json(ahead["by_rank"][self.rank]))
+            rollout = Rollout.from_json(ahead["by_rank"][self.rank])
+            self._ahead = RolloutAhead(ahead["version"], lambda: rollout)
 
     def close(self) -> None:
         """End the inference engine, when what it generates is there."""

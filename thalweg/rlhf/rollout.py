@@ -12,7 +12,7 @@ token t + 1, and :attr:`Rollout.mask` says which of them the actor chose.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -86,14 +86,17 @@ class Rollout:
 
 class RolloutAhead:
     """A rollout that a thread generates while its process trains: the inference engine has weights of its own, and the
-    thread enters no collective but those of its group.  ``version``: the iteration whose weights these are."""
+    thread enters no collective but those of its group.
 
-    def __init__(self, version: int, done: Rollout | None = None) -> None:
-        self.version, self._whole, self._context = version, done, ExitStack()
-        self._join: Callable[[Rollout], Rollout]
-        self._future: Future[Rollout] = Future()
-        if done is not None:
-            self._future.set_result(done)
+    ``version``: the iteration whose weights these are.  ``wait()`` returns what this rank generates, when it is there;
+    the inference engine sleeps from then on.  ``join`` makes the rollout of this rank's part and others'.
+    """
+
+    def __init__(
+        self, version: int, wait: Callable[[], Rollout], join: Callable[[Rollout], Rollout] = lambda part: part
+    ) -> None:
+        self.version, self.wait, self._join = version, wait, join
+        self._whole: Rollout | None = None
 
     @classmethod
     def begin(
@@ -103,20 +106,18 @@ class RolloutAhead:
         generate: Callable[[Any], Rollout],
         join: Callable[[Rollout], Rollout],
     ) -> RolloutAhead:
-        """Enter ``generation``, which is collective, and ``generate`` in a thread; ``join`` makes the rollout of this
-        rank's part and others' when it is asked for."""
-        ahead = cls(version)
-        ahead._join = join
-        core = ahead._context.enter_context(generation)
+        """Enter ``generation``, which is collective, and ``generate`` in a thread."""
+        context = ExitStack()
+        core = context.enter_context(generation)
         thread = ThreadPoolExecutor(1, "rollout")
-        ahead._future = thread.submit(generate, core)
+        future = thread.submit(generate, core)
         thread.shutdown(wait=False)
-        return ahead
 
-    def wait(self) -> Rollout:
-        """Wait for what this rank generates; the inference engine sleeps from then on."""
-        with self._context:
-            return self._future.result()
+        def wait() -> Rollout:
+            with context:
+                return future.result()
+
+        return cls(version, wait, join)
 
     def result(self) -> Rollout:
         """Wait for all of it; collective over the ranks that generate a part each."""

@@ -152,8 +152,7 @@ def _new_app(pool: Any) -> FastAPI:
             "/metrics"
         )
         text = f"{http_request.method} {http_request.url.path[:200]}: {error.detail.lower()}; {known_paths}"
-        body = ApiError(text, status=error.status_code).body()
-        return JSONResponse(body, error.status_code, headers=error.headers)
+        return JSONResponse(ApiError(text, status=error.status_code).body(), error.status_code, headers=error.headers)
 
     @app.exception_handler(responses.ClientDisconnected)
     async def client_disconnected(_: Request, __: responses.ClientDisconnected) -> Response:

@@ -67,14 +67,11 @@ class EngineLoop:
         """Work until the end; returns the exit code, 1 when the engine could not be made or broke."""
         for target in (self._read_loop, self._heartbeat_loop):
             threading.Thread(target=target, daemon=True, name=f"thalweg-serve{target.__name__}").start()
-        engine = None
         try:
             engine = self._engine = self._load_engine()
             self._record_return(engine)
             self._send({"type": "ready", "model": asdict(engine.metadata)})
             self._run_engine(engine)
-        except _StopRequested:
-            return 0
         except Exception as error:
             # One that says what is wrong with the model needs no traceback; a defect of ours does.
             known = isinstance(error, (ValueError, OSError, ImportError, RuntimeError, MemoryError))
@@ -86,16 +83,15 @@ class EngineLoop:
         finally:
             self._done.set()
             self._prepare_executor.shutdown(wait=False, cancel_futures=True)
-            if engine is not None:
-                engine.close()
+            if self._engine is not None:
+                self._engine.close()
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)  # wakes the reader and tells the server
             self._sock.close()
         return 0
 
     def _run_engine(self, engine: EngineCore) -> None:
-        while True:
-            self._drain_inbox(engine)
+        while self._drain_inbox(engine):
             self._entered = time.monotonic()
             outputs = engine.step()
             self._record_return(engine)
@@ -104,12 +100,12 @@ class EngineLoop:
             if not engine.has_work():
                 self._send(self._heartbeat_message())  # gauges are right at once when the last request ended
 
-    def _drain_inbox(self, engine: EngineCore) -> None:
-        """Hand over what has arrived; sleep while the engine has nothing to do."""
+    def _drain_inbox(self, engine: EngineCore) -> bool:
+        """Hand over what has arrived; sleep while the engine has nothing to do.  Whether the server is still there."""
         while not engine.has_work() or not self._inbox.empty():
             message = self._inbox.get()
             if message["type"] == "stop":
-                raise _StopRequested
+                return False
             if message["type"] == "lost":
                 raise RuntimeError(message["error"])
             self._entered = time.monotonic()
@@ -117,6 +113,7 @@ class EngineLoop:
             self._record_return(engine)
             if message["type"] == "abort" and not engine.has_work():
                 self._send(self._heartbeat_message())
+        return True
 
     def _handle_message(self, engine: EngineCore, message: Message) -> None:
         kind, request_id = message["type"], message.get("id", "")
@@ -186,10 +183,6 @@ class EngineLoop:
             if failure := getattr(self._engine, "failure", ""):  # while it has nothing to do, nobody else would see
                 self._inbox.put({"type": "lost", "error": failure})
                 return
-
-
-class _StopRequested(Exception):
-    """The server is gone."""
 
 
 def encode_message(message: Message) -> bytes:

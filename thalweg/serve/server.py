@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import logging
 import resource
 import socket
 import time
@@ -24,7 +23,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from thalweg.serve.app import build_app, build_router_app
-from thalweg.serve.http.guard import BodyLimits, HardenedProtocol, RequestGuard, tls_context, tls_protocol_factory
+from thalweg.serve.http.guard import BodyLimits, HandshakeGuard, HardenedProtocol, RequestGuard, tls_context
 from thalweg.serve.openai.requests import ChatTokenizer
 from thalweg.serve.openai.responses import AppState
 from thalweg.serve.replicas.launcher import ReplicaProcess
@@ -160,17 +159,18 @@ async def _run_server(
 
 
 def _uvicorn_config(options: ServeOptions, app: ASGIApp, max_connections: int) -> uvicorn.Config:
-    for name in ("uvicorn.error", "uvicorn.asgi"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     http_protocol: Any = type("_Protocol", (HardenedProtocol,), {"max_connections": max_connections})
+    make_protocol: Any = http_protocol
     if options.tls_cert and options.tls_key:
-        http_protocol = tls_protocol_factory(tls_context(options.tls_cert, options.tls_key), http_protocol)
+        context = tls_context(options.tls_cert, options.tls_key)
+        make_protocol = lambda **fields: HandshakeGuard(http_protocol(**fields), context)
     return uvicorn.Config(
         app,
-        http=http_protocol,
+        http=make_protocol,
         ws="none",
         lifespan="off",
         log_config=None,
+        log_level="error",
         access_log=False,
         server_header=False,
         proxy_headers=False,

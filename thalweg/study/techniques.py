@@ -244,12 +244,8 @@ class OffloadedModules(HuggingFace):
 
 def build_generator(spec: dict[str, Any]) -> HuggingFace | ThalwegEngine:
     """Return the loaded technique of a cell.  Raises UnsupportedTechnique with the reason."""
-    import transformers
-
     kind, options = spec["technique"]["kind"], spec["technique"]["options"]
-    if kind == "thalweg" and options.get("weight_offload"):
-        config = transformers.AutoConfig.from_pretrained(spec["model"]["path"])
-        if config.is_encoder_decoder:
-            return OffloadedModules(spec, **options)
+    if kind == "thalweg" and options.get("weight_offload") and spec["model"]["shape"]["encoder_decoder"]:
+        return OffloadedModules(spec, **options)
     types: dict[str, Any] = {"hugging_face": HuggingFace, "thalweg": ThalwegEngine, "zero3": ZeroStage3}
     return types[kind](spec, **options)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thalweg.study.prepare import load_tokenizer
+from thalweg.study.prepare import auto_class, load_tokenizer
 from thalweg.study.techniques import UnsupportedTechnique, load_plain, now
 from thalweg.utils.procfs import end_with_parent
 
@@ -72,8 +72,7 @@ def _train(spec: dict[str, Any], meter: Any, rank: int) -> dict[str, Any]:
     dataset, options = spec["dataset"], dict(spec["technique"]["options"])
     start = time.perf_counter()
     model = load_plain(spec, torch.float32)
-    on_host = make_batches(spec, model.config.is_encoder_decoder)
-    batches = [{key: tensor.to(device) for key, tensor in batch.items()} for batch in on_host]
+    batches = [{key: tensor.to(device) for key, tensor in batch.items()} for batch in make_batches(spec)]
     model = _adapt(model, options)
     config = make_ds_config(dataset["batch_size"], options.pop("config", {}))
     num_micro_batches = config["gradient_accumulation_steps"]
@@ -125,7 +124,7 @@ def make_ds_config(batch_size: int, given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def make_batches(spec: dict[str, Any], is_encoder_decoder: bool) -> list[dict[str, Tensor]]:
+def make_batches(spec: dict[str, Any]) -> list[dict[str, Tensor]]:
     """Return batches of ``input_ids``, ``attention_mask`` and ``labels``, (batch_size, longest) int64.
 
     The loss is that of the answer alone.  A last batch that would be smaller begins again with the first rows.
@@ -136,7 +135,7 @@ def make_batches(spec: dict[str, Any], is_encoder_decoder: bool) -> list[dict[st
     for row in spec["rows"]:
         prompt = tokenizer(row["input"], truncation=True, max_length=dataset["max_prompt_tokens"])["input_ids"]
         answer = tokenizer(row["output"], truncation=True, max_length=dataset["new_tokens"])["input_ids"]
-        if is_encoder_decoder:
+        if spec["model"]["shape"]["encoder_decoder"]:
             examples.append((prompt, answer))
         else:
             examples.append((prompt + answer, [_IGNORED] * len(prompt) + answer))
@@ -153,12 +152,9 @@ def make_batches(spec: dict[str, Any], is_encoder_decoder: bool) -> list[dict[st
 
 def plan_training(spec: dict[str, Any]) -> dict[str, Any]:
     """Return what the plan says of a cell whose machine is not here; raises UnsupportedTechnique where it has none."""
-    import transformers
-
     dataset = spec["dataset"]
-    model_config = transformers.AutoConfig.from_pretrained(spec["model"]["path"])
     config = make_ds_config(dataset["batch_size"], spec["technique"]["options"].get("config", {}))
-    planned = predict_training(spec, config, make_batches(spec, model_config.is_encoder_decoder)[0])
+    planned = predict_training(spec, config, make_batches(spec)[0])
     if "error" in planned:
         raise UnsupportedTechnique(f"the plan has no answer: {planned['error']}")
     samples = dataset["batch_size"] * config["gradient_accumulation_steps"] * spec["hardware"]["ranks"]
@@ -170,7 +166,6 @@ def predict_training(spec: dict[str, Any], config: dict[str, Any], batch: dict[s
     import transformers
 
     from thalweg.plan import plan
-    from thalweg.study.prepare import auto_class
 
     model_config = transformers.AutoConfig.from_pretrained(spec["model"]["path"])
     with torch.device("meta"):

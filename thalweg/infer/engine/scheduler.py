@@ -53,7 +53,6 @@ class Sequence:
     detokenizer: Any = None
     # The request's first sample, whose prompt this one waits for in order to share it.
     prefix_owner: Sequence | None = None
-    tokens: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
     encoder_blocks: list[int] = field(default_factory=list)
@@ -62,9 +61,6 @@ class Sequence:
     num_cached_tokens: int = 0
     admitted: bool = False
     num_cached_blocks: int = 0
-    # Identity of its last block in the prefix cache.
-    last_block_id: Hashable = None
-    seed: int = 0
     # Where a penalty needs it: (vocab,) whether a token is in prompt or output, (vocab,) how often it was generated,
     # and for how many tokens that holds.
     token_history: tuple[Tensor, Tensor, int] | None = None
@@ -85,9 +81,9 @@ class Sequence:
         self.params, self.num_prompt_tokens = self.request.params, len(self.request.prompt)
         self.tokens = list(self.decoder_start_ids or self.request.prompt)
         self.num_initial_tokens = len(self.tokens)
-        requested_seed = self.params.seed
-        self.seed = secrets.randbits(64) if requested_seed is None else requested_seed
-        self.last_block_id = self.prefix_root
+        self.seed = secrets.randbits(64) if self.params.seed is None else self.params.seed
+        # Identity of its last block in the prefix cache.
+        self.last_block_id: Hashable = self.prefix_root
 
     @property
     def num_generated_tokens(self) -> int:

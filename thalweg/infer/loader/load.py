@@ -257,11 +257,10 @@ def _make_runner(
     return _build_offloaded(runner_type, request, weights_id), max_length
 
 
-def _build_offloaded(runner_type: Any, request: base.RunnerRequest, weights_id: Any) -> base.ModelRunner:
+def _build_offloaded(runner_type: Any, request: base.DecoderRequest, weights_id: Any) -> base.ModelRunner:
     """Return a runner whose weights are read from a file of packed ones, or from the model's own tensors."""
     from thalweg.infer.offload.weight_ring import WeightRing
 
-    assert isinstance(request.spec, DecoderSpec), "only described models are offloaded"
     if runner_type is not CpuRunner:
         for name in ("weight_offload_dir", "weight_offload_bytes"):
             if getattr(request.config, name) is not None:
@@ -325,7 +324,7 @@ def verify(model: Any, spec: DecoderSpec | EncoderSpec, cache_weights: bool = Tr
     """Raise UnsupportedModelError unless the description gives the model's own logits, an encoder's its last states."""
     parameter = next(model.parameters())
     config = EngineConfig(device=str(parameter.device))
-    request = base.RunnerRequest(None, spec, config, max_model_len=base.BLOCK_SIZE, num_slots=1, num_blocks=2)
+    request: Any = base.RunnerRequest(None, spec, config, max_model_len=base.BLOCK_SIZE, num_slots=1, num_blocks=2)
     if isinstance(spec, EncoderSpec):
         probe = (torch.arange(NUM_PROBE_TOKENS) * 7 % spec.vocab_size).tolist()
         states = TorchEncoder(request, parameter.dtype).run([base.EncoderInput(0, probe)])

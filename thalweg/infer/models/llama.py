@@ -118,8 +118,7 @@ def build_mlp(module: Any, c: Any) -> MLPSpec | MoESpec:
 def _build_moe(module: Any, c: Any) -> MoESpec:
     shared_expert = getattr(module, "shared_expert", None)
     shared_expert_gate = getattr(module, "shared_expert_gate", None)
-    shared_expert_spec = build_mlp(shared_expert, c) if shared_expert is not None else None
-    assert not isinstance(shared_expert_spec, MoESpec)
+    shared_expert_spec: Any = build_mlp(shared_expert, c) if shared_expert is not None else None
     return MoESpec(
         router=module.gate.weight.detach(),
         up=module.experts.gate_up_proj.detach(),

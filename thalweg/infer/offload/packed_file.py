@@ -209,7 +209,6 @@ class PackedWeightsFile:
         assert self._temp_path is not None, "a file that is to have a name has none yet"
         os.fsync(self._fd)
         os.replace(self._temp_path, path)
-        self._temp_path = None
 
     def _checksum(self, segment: int) -> int:
         value, start = 0, self._segment_offsets[segment]

@@ -199,26 +199,21 @@ class WeightRing(WeightStore):
             starts_segment = segment != self._current_segment and not self._is_mapped
             if segment != self._current_segment:
                 self._current_segment, self._offset = segment, 0
-            yield self._pack_range(layer.slice_outputs((start, stop)), weight_format, start, stop, starts_segment)
-
-    def _pack_range(
-        self, range_spec: LinearSpec, weight_format: str, start: int, stop: int, starts_segment: bool
-    ) -> PackedWeight:
-        segment = self._current_segment
-        offsets, self._offset = packed_weights.lay_out(range_spec, weight_format, self._offset)
-        if not self.file.complete:
-            for offset, piece in packed_weights.iter_packed_pieces(range_spec, weight_format, offsets):
-                self.file.write(segment, offset, piece)
-        elif start == 0:
-            sample = range_spec.slice_outputs((0, min(_SAMPLED_OUTPUTS, stop)))
-            pieces = packed_weights.iter_packed_pieces(sample, weight_format, offsets)
-            if any(self.file.peek(segment, at, piece.numel()) != bytes(tensor_bytes(piece)) for at, piece in pieces):
-                raise CorruptFileError(
-                    f"{self.file.name} was packed from other weights than this model's: delete it to have it written"
-                    " anew"
-                )
-        base = self._buffers[segment].data_ptr()
-        return PackedWeight.at(base, offsets, range_spec, weight_format, start, starts_segment)
+            part = layer.slice_outputs((start, stop))
+            offsets, self._offset = packed_weights.lay_out(part, weight_format, self._offset)
+            if not self.file.complete:
+                for at, piece in packed_weights.iter_packed_pieces(part, weight_format, offsets):
+                    self.file.write(segment, at, piece)
+            elif start == 0:
+                sample = part.slice_outputs((0, min(_SAMPLED_OUTPUTS, stop)))
+                for at, piece in packed_weights.iter_packed_pieces(sample, weight_format, offsets):
+                    if self.file.peek(segment, at, piece.numel()) != bytes(tensor_bytes(piece)):
+                        raise CorruptFileError(
+                            f"{self.file.name} was packed from other weights than this model's: delete it to have it"
+                            " written anew"
+                        )
+            base = self._buffers[segment].data_ptr()
+            yield PackedWeight.at(base, offsets, part, weight_format, start, starts_segment)
 
     def finalize(self) -> None:
         """Every layer is packed: begin to read."""

@@ -37,7 +37,7 @@ class StageCommunicator:
     def receive_activations(self, num_tokens: int, device: torch.device | str = "cpu") -> Tensor:
         """Return what the stage before has computed, fp32 (num_tokens, hidden_size)."""
         out = torch.empty(num_tokens, self.hidden_size, device=device)
-        return self._receive(out, self.group.rank - self.world_size)
+        return self.group.receive_tensor(out, self.group.rank - self.world_size)
 
     def send_activations(self, activations: Tensor) -> None:
         """Send activations (num_tokens, hidden_size) to the next stage."""
@@ -49,23 +49,12 @@ class StageCommunicator:
             if self.is_last_stage:
                 self._send(result, 0)
             elif self.is_first_stage:
-                return self._receive(torch.empty_like(result), self.group.num_ranks - self.world_size)
+                return self.group.receive_tensor(torch.empty_like(result), self.group.num_ranks - self.world_size)
         return result
 
     def _send(self, x: Tensor, to: int) -> None:
         """Send a tensor as fp32, where it is."""
-        x = x.float().contiguous()
-        if self.group.device_groups is None:
-            self.group.send_tensor(x, [to])
-        else:
-            self.group.device_groups[0].send([x], to, 0).wait()
-
-    def _receive(self, out: Tensor, source: int) -> Tensor:
-        """Fill a tensor with what a rank sends; return it."""
-        if self.group.device_groups is None:
-            return self.group.receive_tensor(out, source)
-        self.group.device_groups[0].recv([out], source, 0).wait()
-        return out
+        self.group.send_tensor(x.float().contiguous(), [to])
 
     # Within a stage
 
@@ -83,10 +72,7 @@ class StageCommunicator:
             self.group.device_groups[1].allreduce([x]).wait()
             return x
         first, *others = self.group.exchange(x.float().contiguous(), self.ranks)
-        total = first.clone()
-        for partial in others:
-            total += partial
-        return total.to(x.dtype)
+        return sum(others, first).to(x.dtype)
 
     def gather_logits(self, partial: Tensor) -> Tensor:
         """Return fp32 logits (rows, vocab) on the stage's first rank, put together from all ranks' columns."""
@@ -99,7 +85,8 @@ class StageCommunicator:
         for rank in range(1, self.world_size):
             start, stop = vocab_range(self.vocab_size, rank, self.world_size)
             if stop > start:
-                parts.append(self._receive(partial.new_empty(len(partial), stop - start), self.ranks[rank]))
+                part = partial.new_empty(len(partial), stop - start)
+                parts.append(self.group.receive_tensor(part, self.ranks[rank]))
         return torch.cat(parts, 1)
 
     # Ends

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import struct
 import subprocess
@@ -33,6 +32,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +120,13 @@ class InferenceGroup:
         return json.loads(data[_LENGTH.size : size])
 
     def send_tensor(self, x: Tensor, to: Sequence[int]) -> None:
-        """Send a contiguous tensor on the CPU to ranks, and wait until it is gone."""
+        """Send a contiguous tensor to ranks, and wait until it is gone."""
         works = [(rank, self._start("send", x, rank)) for rank in to]
         for rank, work in works:
             self._wait(work, rank)
 
     def receive_tensor(self, out: Tensor, source: int) -> Tensor:
-        """Fill a contiguous tensor on the CPU with what a rank sends; return it."""
+        """Fill a contiguous tensor with what a rank sends; return it."""
         self._wait(self._start("recv", out, source), source)
         return out
 
@@ -154,8 +154,9 @@ class InferenceGroup:
     def _start(self, operation: str, x: Tensor, peer: int) -> Any:
         if self._group is None:
             raise WorkerDiedError(self.failure_message())
+        group = self.device_groups[0] if self.device_groups and x.device.type != "cpu" else self._group
         try:
-            return getattr(self._group, operation)([x], peer, 0)
+            return getattr(group, operation)([x], peer, 0)
         except RuntimeError as error:
             raise self._report_failure(peer) from error
 
@@ -220,19 +221,16 @@ class InferenceGroup:
 def _watch_processes(group: weakref.ref[InferenceGroup], pids: dict[int, int]) -> None:
     """Report processes that end, for as long as the group is open."""
     ranks = {os.pidfd_open(pid): rank for rank, pid in pids.items()}
-    poll = select.poll()
-    for fd in ranks:
-        poll.register(fd, select.POLLIN)
 
     def watch() -> None:
         try:
             while True:
-                exited = poll.poll(300)
+                exited: list[Any] = wait(ranks, 0.3)
                 owner = group()
                 if owner is None or owner._closed.is_set():
                     return None
                 if exited:
-                    return owner.fail(ranks[exited[0][0]])
+                    return owner.fail(ranks[exited[0]])
         finally:
             for fd in ranks:
                 os.close(fd)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from thalweg.infer.runners.packed_weights import WeightStore
 
 if TYPE_CHECKING:
     from thalweg.infer.parallel.communicator import StageCommunicator
+
+SpecT = TypeVar("SpecT")
 
 
 def arrays_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
@@ -77,13 +79,13 @@ class ModelInput:
 
 
 @dataclass(frozen=True)
-class RunnerRequest:
+class RunnerRequest(Generic[SpecT]):
     """A model for which a runner is built, with all that has been decided about it."""
 
     # The live Hugging Face model; None where its description is enough.
     model: Any
     # Its description, or the shard of it that ``comm`` is about; None where none gives the model's own logits.
-    spec: DecoderSpec | EncoderSpec | None
+    spec: SpecT
     config: EngineConfig
     max_model_len: int
     num_slots: int = 0
@@ -114,6 +116,10 @@ class RunnerRequest:
     def max_encoder_tokens(self) -> int:
         """Of one run of an encoder: a prompt is never cut."""
         return max(self.config.max_num_batched_tokens, self.max_model_len)
+
+
+DecoderRequest = RunnerRequest[DecoderSpec]
+EncoderRequest = RunnerRequest[EncoderSpec]
 
 
 class BaseRunner:

@@ -18,7 +18,7 @@ from torch import Tensor
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.models.spec import AttentionSpec, CrossAttentionSpec, EncoderSpec
 from thalweg.infer.precision import get_weight_format
-from thalweg.infer.runners.base import EncoderInput, EncoderRunner, RunnerRequest
+from thalweg.infer.runners.base import EncoderInput, EncoderRequest, EncoderRunner
 from thalweg.infer.runners.cpu_program import KVRegion, ProgramBuilder, cpu_unsupported_reason, without_positions
 from thalweg.infer.runners.packed_weights import InMemoryWeights, WeightStore, embedding_writer
 from thalweg.ops import cpu_kernels
@@ -43,10 +43,9 @@ class CpuEncoder(EncoderRunner):
         return cpu_unsupported_reason(spec, config, _kv_dtype(get_weight_format(config)))
 
     def __init__(
-        self, request: RunnerRequest, cross_targets: CrossTargets = (), block_tables: np.ndarray | None = None
+        self, request: EncoderRequest, cross_targets: CrossTargets = (), block_tables: np.ndarray | None = None
     ) -> None:
         encoder, weight_format, lora = request.spec, request.weight_format, request.lora
-        assert isinstance(encoder, EncoderSpec), "supports() asks for a description"
         self._encoder, self.hidden_size, self.max_length = encoder, encoder.hidden_size, request.max_model_len
         self.max_num_batched_tokens = request.max_encoder_tokens
         self._owns_weights = request.weights is None
@@ -113,11 +112,10 @@ class _EncoderProgram(ProgramBuilder):
     """Builds the program of an encoder, and of the cross attention's keys and values for a decoder."""
 
     def __init__(
-        self, request: RunnerRequest, weights: WeightStore, block_tables: np.ndarray, cross_targets: CrossTargets,
+        self, request: EncoderRequest, weights: WeightStore, block_tables: np.ndarray, cross_targets: CrossTargets,
         cross_block_tables: np.ndarray | None,
     ) -> None:  # fmt: skip
         e, max_tokens, weight_format = request.spec, request.max_encoder_tokens, request.weight_format
-        assert isinstance(e, EncoderSpec), "supports() asks for a description"
         kv_cache_dtype = _kv_dtype(weight_format) if cross_block_tables is None else request.kv_cache_dtype
         super().__init__(request, weights, max_tokens, kv_cache_dtype, block_tables)
         num_blocks = max_tokens // cpu_kernels.BLOCK_SIZE + request.num_slots
@@ -139,21 +137,11 @@ class _EncoderProgram(ProgramBuilder):
             self.norm_into(e.final_norm, self.x, self.final)
         if cross_block_tables is not None:
             rows = self.norm_and_quantize(None, self.final, weight_format, "cross")
+            tables = cross_block_tables.ctypes.data, self.cross_table_offsets
             for cross, attention, kv_region in cross_targets:
-                if cross is not None:
-                    self._write_cross_kv(cross, rows, attention, kv_region, cross_block_tables.ctypes.data)
-
-    def _write_cross_kv(
-        self,
-        cross: CrossAttentionSpec,
-        rows: cpu_kernels.ActivationBuffer,
-        a: AttentionSpec,
-        kv_region: KVRegion,
-        cross_tables_address: int,
-    ) -> None:
-        """Compute the encoder states' keys and values for a layer of a decoder, and store them."""
-        kv = self.buffer("kv", cross.kv.out_features)
-        self.linear(rows, cross.kv, kv, self.weight_format)
-        kv_spec = replace(a, rope=None, q_norm=None, k_norm=None)
-        shape = replace(without_positions(self.attention_shape(kv_spec), 1.0), num_heads=0)
-        self.rope_and_store_kv(shape, kv_spec, kv, kv_region, cross_tables_address, self.cross_table_offsets)
+                if cross is not None:  # a layer of the decoder reads keys and values of these states
+                    kv = self.buffer("kv", cross.kv.out_features)
+                    self.linear(rows, cross.kv, kv, weight_format)
+                    kv_spec = replace(attention, rope=None, q_norm=None, k_norm=None)
+                    shape = replace(without_positions(self.attention_shape(kv_spec), 1.0), num_heads=0)
+                    self.rope_and_store_kv(shape, kv_spec, kv, kv_region, *tables)

@@ -75,7 +75,6 @@ class ProgramBuilder:
     def __init__(
         self, request: RunnerRequest, weights: WeightStore, max_tokens: int, kv_cache_dtype: str, block_tables: Any
     ) -> None:
-        assert request.spec is not None, "supports() asks for a description"
         comm = request.comm
         self.num_threads = 0 if comm is None else comm.group.num_threads  # 0: as many as torch has
         self.comm = comm if isinstance(comm, ShmCommunicator) else None  # several ranks: partial results are summed

@@ -26,7 +26,7 @@ from thalweg.infer.models import spec as specs
 from thalweg.infer.models.spec import DecoderSpec, UnsupportedModelError, length_unsupported_reason
 from thalweg.infer.precision import get_kv_cache_dtype
 from thalweg.infer.runners import cpu_program
-from thalweg.infer.runners.base import EncoderInput, ModelInput, ModelRunner, RunnerRequest
+from thalweg.infer.runners.base import DecoderRequest, EncoderInput, ModelInput, ModelRunner
 from thalweg.infer.runners.cpu_encoder import CpuEncoder
 from thalweg.infer.runners.packed_weights import InMemoryWeights, embedding_writer, lm_head_format
 from thalweg.ops import cpu_kernels
@@ -49,9 +49,8 @@ class CpuRunner(ModelRunner):
         reason = cpu_program.cpu_unsupported_reason(spec, config, get_kv_cache_dtype(config))
         return reason or length_unsupported_reason(spec, config)
 
-    def __init__(self, request: RunnerRequest) -> None:
+    def __init__(self, request: DecoderRequest) -> None:
         decoder, weight_format = request.spec, request.weight_format
-        assert isinstance(decoder, DecoderSpec), "supports() asks for a description"
         if reason := cpu_program.kernels_unsupported_reason(decoder, request.kv_cache_dtype):
             raise UnsupportedModelError(reason)
         weights = request.weights
@@ -81,7 +80,7 @@ class CpuRunner(ModelRunner):
                 (x.cross_attention, x.attention, pool)
                 for x, pool in zip(decoder.layers, program.kv_regions, strict=True)
             ]
-            encoder_request = replace(request, spec=decoder.encoder, weights=self._weights, comm=None)
+            encoder_request: Any = replace(request, spec=decoder.encoder, weights=self._weights, comm=None)
             self._encoder = CpuEncoder(encoder_request, cross_targets, self.encoder_block_tables)
 
     @torch.inference_mode()
@@ -198,9 +197,8 @@ class CpuRunner(ModelRunner):
 class _DecoderProgram(cpu_program.ProgramBuilder):
     """Builds a decoder's two programs: its layers, and its head."""
 
-    def __init__(self, request: RunnerRequest, runner: CpuRunner) -> None:
+    def __init__(self, request: DecoderRequest, runner: CpuRunner) -> None:
         d, max_tokens, weight_format = request.spec, request.config.max_num_batched_tokens, request.weight_format
-        assert isinstance(d, DecoderSpec), "supports() asks for a description"
         super().__init__(request, runner._weights, max_tokens, request.kv_cache_dtype, runner.block_tables)
         self.input_lora_ids = self.keep_alive(self.row_lora_ids)
         self.refs.append(runner.encoder_block_tables)

@@ -585,10 +585,9 @@ class TorchRunner(TorchLayers, base.ModelRunner):
         return specs.length_unsupported_reason(spec, config)
 
     def __init__(
-        self, request: base.RunnerRequest, dtype: torch.dtype | None = None, cache_weights: bool = True
+        self, request: base.DecoderRequest, dtype: torch.dtype | None = None, cache_weights: bool = True
     ) -> None:
         super().__init__(request, dtype, cache_weights)
-        assert isinstance(request.spec, DecoderSpec), "supports() asks for a description"
         self._weight_format = request.weight_format
         self._take_decoder(request.spec)
         self.comm, self.num_slots = request.comm, request.num_slots
@@ -617,12 +616,10 @@ class TorchRunner(TorchLayers, base.ModelRunner):
         self._graphs: dict[tuple[int, int], _DecodeGraph] = {}
         self._graph_logits: Tensor | None = None
         self.num_blocks = num_blocks
-        store: dict[str, Any] = {
-            "dtype": self.dtype, "kv_cache_dtype": self._kv_cache_dtype, "device": self.device
-        }  # fmt: skip
+        make_tensor = partial(KVCacheTensor, dtype=self.dtype, kv_cache_dtype=self._kv_cache_dtype, device=self.device)
         num_positions = (num_blocks + (self._graph_module is not None)) * self.block_size
         shapes = [(2 * x.attention.num_kv_heads, x.attention.head_dim) for x in self.decoder.layers]
-        self._kv_cache += [KVCacheTensor(num_positions, *shape, **store) for shape in shapes]
+        self._kv_cache += [make_tensor(num_positions, *shape) for shape in shapes]
 
     def _warm_up(self, num_tokens: int) -> None:
         """Run a step of so many tokens: weights come to the device, and what activations take is known after it."""
@@ -889,9 +886,8 @@ class TorchEncoder(TorchLayers, base.EncoderRunner):
         """Return why torch operators cannot run an encoder, or None."""
         return base.UNDESCRIBED if spec is None else None
 
-    def __init__(self, request: base.RunnerRequest, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, request: base.EncoderRequest, dtype: torch.dtype | None = None) -> None:
         super().__init__(request, dtype)
-        assert isinstance(request.spec, EncoderSpec), "supports() asks for a description"
         self._encoder, self.max_num_batched_tokens = request.spec, request.max_encoder_tokens
 
     @torch.inference_mode()

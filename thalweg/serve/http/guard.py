@@ -198,14 +198,6 @@ def _no_passphrase() -> str:
     raise ValueError("the TLS key is encrypted: give one without a passphrase, which only this user may read")
 
 
-def tls_protocol_factory(
-    context: ssl.SSLContext, protocol: type[HardenedProtocol] = HardenedProtocol
-) -> Callable[..., asyncio.Protocol]:
-    """Return what makes protocols for uvicorn, as ``http=``."""
-
-    return lambda **fields: HandshakeGuard(protocol(**fields), context)
-
-
 class HandshakeGuard(asyncio.Protocol):
     """Stands for ``inner`` among the server's connections until the handshake is over."""
 
@@ -215,8 +207,6 @@ class HandshakeGuard(asyncio.Protocol):
         self._inner, self._context = inner, context
         self._buffered: list[bytes] = []
         self._disconnected = False
-        self._handshake_task: asyncio.Task[None] | None = None
-        self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count it; begin the handshake, or hang up where there are too many."""
@@ -259,8 +249,7 @@ class HandshakeGuard(asyncio.Protocol):
 
     def shutdown(self) -> None:
         """The server ends."""
-        if self.transport is not None:
-            self.transport.abort()
+        self.transport.abort()
 
 
 @dataclass(frozen=True)
@@ -299,17 +288,16 @@ class RequestGuard:
         try:
             self._check_host(headers)
             self._check_api_key(scope["path"], headers)
-            body = b""
+            body: bytes | None = b""
             if scope["method"] == "POST":
                 _check_content_type(headers)
                 body = await self._read_body(headers, receive)
-        except _Disconnected:
-            return
         except errors.ApiError as error:
             headers = {**error.headers, "connection": "close"}  # the body may be unread
             await JSONResponse(error.body(), error.status, headers)(scope, receive, send_and_count)
             return
-        await self._app(scope, _replay_body(body, receive), send_and_count)
+        if body is not None:
+            await self._app(scope, _replay_body(body, receive), send_and_count)
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         if self._key_digests:
@@ -331,7 +319,8 @@ class RequestGuard:
                 "send your API key as `Authorization: Bearer KEY`" if not token else "this API key is not valid"
             )
 
-    async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+    async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+        """Return the whole body, or None where the client left while it sent."""
         limit, seconds = self._limits.max_bytes, self._limits.timeout_seconds
         length = headers.get(b"content-length", b"0")
         too_big = not (length.isdigit() and len(length) < 20 and int(length) <= limit)
@@ -344,7 +333,7 @@ class RequestGuard:
                     break
                 raise errors.RequestTimeout(f"the body did not arrive in {seconds:g} s") from None
             if message["type"] == "http.disconnect":
-                raise _Disconnected
+                return None
             size += len(message.get("body", b""))
             too_big |= size > limit
             if too_big:  # read on for a moment: a client that is still sending would not see the answer
@@ -358,10 +347,6 @@ class RequestGuard:
             if is_last:
                 return b"".join(chunks)
         raise errors.ApiError(f"the body is larger than {limit} bytes: send less", code="body_too_large", status=413)
-
-
-class _Disconnected(Exception):
-    """The client left while it sent."""
 
 
 def _check_content_type(headers: dict[bytes, bytes]) -> None:

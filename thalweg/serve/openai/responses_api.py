@@ -245,8 +245,8 @@ class ResponsesAnswer(ChatCompletion):
         self._id = f"resp_{secrets.token_hex(24)}"
         self._num_events = 0
         self._items: list[dict[str, Any]] = []
-        # The message that is being written, and what waits for its first word.
-        self._message: dict[str, Any] | None = None
+        # Whether the last item is a message that is being written, and what waits for its first word.
+        self._is_writing = False
         self._held_text, self._held_logprobs = "", []
 
     def encode(self, item: dict[str, Any]) -> bytes:
@@ -293,34 +293,34 @@ class ResponsesAnswer(ChatCompletion):
         """Write into the message; blanks alone, as models put them around calls, begin none."""
         text, logprobs = self._held_text + text, self._held_logprobs + logprobs
         self._held_text, self._held_logprobs = "", []
-        if self._message is None:
+        if not self._is_writing:
             if not text.strip() and not to_end:
                 self._held_text, self._held_logprobs = text, logprobs
                 return
             yield from self._open_message()
         if text or logprobs:
-            assert self._message is not None
-            (part,) = self._message["content"]
+            (part,) = self._items[-1]["content"]
             part["text"] += text
             part["logprobs"] += logprobs
             yield self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)
 
     def _open_message(self) -> Iterator[dict[str, Any]]:
         item = {"id": f"msg_{secrets.token_hex(24)}", "type": "message", "role": "assistant", "status": "in_progress"}
-        self._message = {**item, "content": [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]}
-        self._items.append(self._message)
+        part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._items.append({**item, "content": [part]})
+        self._is_writing = True
         yield self._item_event("response.output_item.added", {**item, "content": []})
-        yield self._part_event("response.content_part.added", part={**self._message["content"][0], "logprobs": []})
+        yield self._part_event("response.content_part.added", part={**part, "logprobs": []})
 
     def _close_message(self, status: str) -> Iterator[dict[str, Any]]:
-        if self._message is None:
+        if not self._is_writing:
             return
-        self._message["status"] = status
-        (part,) = self._message["content"]
+        self._items[-1]["status"] = status
+        (part,) = self._items[-1]["content"]
         yield self._part_event("response.output_text.done", text=part["text"], logprobs=part["logprobs"])
         yield self._part_event("response.content_part.done", part=part)
-        yield self._item_event("response.output_item.done", self._message)
-        self._message = None
+        yield self._item_event("response.output_item.done", self._items[-1])
+        self._is_writing = False
 
     def _call_function(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -335,8 +335,7 @@ class ResponsesAnswer(ChatCompletion):
         yield self._item_event("response.output_item.done", self._items[-1])
 
     def _part_event(self, name: str, **fields: Any) -> dict[str, Any]:
-        assert self._message is not None
-        own = {"item_id": self._message["id"], "output_index": len(self._items) - 1, "content_index": 0}
+        own = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
         return self._event(name, **own, **fields)
 
     def _item_event(self, name: str, item: dict[str, Any]) -> dict[str, Any]:

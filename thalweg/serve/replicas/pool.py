@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -87,7 +88,7 @@ class ServerMetrics:
     def __init__(self, pool: Any, unit: str) -> None:
         self.registry = CollectorRegistry()
         self._pool, self._unit = pool, unit
-        self._e2e_latency = self.histogram("request_seconds", "From arrival to the last token", _E2E_LATENCY_BUCKETS)
+        self.e2e_latency = self.histogram("request_seconds", "From arrival to the last token", _E2E_LATENCY_BUCKETS)
         self._responses = self.counter("http_responses", "Responses", "path", "status")
         self.cancelled = self.counter("cancelled", "Requests whose client left before the end")
         self.registry.register(self)  # pyright: ignore[reportArgumentType]
@@ -164,7 +165,7 @@ class Metrics(ServerMetrics):
                 last_token_times[key] = now
             if output.finish_reason is not None:
                 self._finished.labels(output.finish_reason).inc()
-                self._e2e_latency.observe(now - start)
+                self.e2e_latency.observe(now - start)
 
         return record
 
@@ -257,27 +258,26 @@ class ReplicaPool(BasePool):
         self._start_replica = start_replica
         self.replicas = [Replica(i, start_replica, limits.start_seconds) for i in range(num_replicas)]
         self.metrics = Metrics(self)
-        self._model_info: ModelMetadata | None = None
+        self._model_info: ModelMetadata  # of the replicas, once they have started
         self._request_numbers = itertools.count()
         self._finish_times: deque[float] = deque(maxlen=64)  # when sequences ended lately, for Retry-After
         self._num_crashes = [0] * num_replicas  # of each replica, one soon after the other
-        self._inboxes: set[asyncio.Queue[Any]] = set()  # of the requests under way
+        self._inboxes: WeakSet[asyncio.Queue[Any]] = WeakSet()  # of the requests under way, which alone hold them
 
     async def start(self) -> ModelMetadata:
         """Start all replicas; returns the model's facts, or raises RuntimeError when one cannot start."""
         try:
-            await asyncio.gather(*(replica.start() for replica in self.replicas))
+            models = await asyncio.gather(*(replica.start() for replica in self.replicas))
         except BaseException:
             await self.close()
             raise
-        self._model_info = model_info = self.replicas[0].model_info
-        assert model_info is not None
-        for replica in self.replicas:
-            if mismatch := _model_mismatch(model_info, replica):
+        self._model_info = models[0]
+        for index, model_info in enumerate(models):
+            if mismatch := _model_mismatch(models[0], model_info, index):
                 await self.close()
                 raise RuntimeError(mismatch)
         self._watchers = [asyncio.create_task(self._supervise(i)) for i in range(len(self.replicas))]
-        return model_info
+        return models[0]
 
     async def close(self) -> None:
         """End all replicas; what still waits gets an error."""
@@ -316,8 +316,8 @@ class ReplicaPool(BasePool):
         request cannot be tried again; DeadlineExceeded; ShuttingDown; itself where the engine fails.
         """
         record_output = self.metrics.start_timer()
-        with self.admit(num_sequences), self._open_inbox() as inbox:
-            deadline = self._deadline()
+        with self.admit(num_sequences):
+            deadline, inbox = self._deadline(), self._open_inbox()
             attempts = [_Attempt(i, r, inbox) for i, r in enumerate(await tokenize())]
             try:
                 for attempt in attempts:
@@ -350,10 +350,9 @@ class ReplicaPool(BasePool):
 
         An engine does nothing else while it embeds, not even say that it gets on: it has them in parts.
         """
-        deadline = self._deadline()
-        with self._open_inbox() as inbox:
-            parts = iter_buckets(prompts, len, _MAX_EMBED_TOKENS, MAX_EMBED_PROMPTS)
-            batches = [await self._embed_batch(part, inbox, deadline) for part in parts]
+        deadline, inbox = self._deadline(), self._open_inbox()
+        parts = iter_buckets(prompts, len, _MAX_EMBED_TOKENS, MAX_EMBED_PROMPTS)
+        batches = [await self._embed_batch(part, inbox, deadline) for part in parts]
         return [row for part in batches for row in part]
 
     async def _embed_batch(
@@ -372,15 +371,11 @@ class ReplicaPool(BasePool):
                 raise answer
         raise AssertionError
 
-    @contextlib.contextmanager
-    def _open_inbox(self) -> Iterator[asyncio.Queue[Any]]:
-        """Yield the queue in which a request's events arrive, and :meth:`abort_all`'s."""
+    def _open_inbox(self) -> asyncio.Queue[Any]:
+        """Return the queue in which a request's events arrive, and :meth:`abort_all`'s."""
         inbox: asyncio.Queue[Any] = asyncio.Queue()
         self._inboxes.add(inbox)
-        try:
-            yield inbox
-        finally:
-            self._inboxes.remove(inbox)
+        return inbox
 
     async def _dispatch(self, attempt: _Attempt) -> None:
         replica = await self._pick_replica()
@@ -426,11 +421,11 @@ class ReplicaPool(BasePool):
         self.num_restarts += 1
         self.replicas[index] = successor = Replica(index, self._start_replica, self.limits.start_seconds)
         try:
-            await successor.start()
+            model_info = await successor.start()
         except RuntimeError as error:  # the successor is dead now: it is replaced in its turn
             _LOG.error("replica %d does not start: %s", index, error)
             return
-        if self._model_info is not None and (mismatch := _model_mismatch(self._model_info, successor)):
+        if mismatch := _model_mismatch(self._model_info, model_info, index):
             _LOG.error("%s", mismatch)
             await successor.stop(grace=0.0)
             return
@@ -491,7 +486,6 @@ class Replica:
     def __init__(self, index: int, start_replica: Callable[[int], ReplicaProcess], start_seconds: float) -> None:
         self.index = index
         self.state = "starting"
-        self.model_info: ModelMetadata | None = None
         self.stats = EngineStats()
         self.reason = ""
         self.died = asyncio.Event()
@@ -505,8 +499,9 @@ class Replica:
         self._writer: asyncio.StreamWriter | None = None
         self._read_task: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Start it and wait until it is ready; raises RuntimeError with the cause when it is not to be."""
+    async def start(self) -> ModelMetadata:
+        """Start it, wait until it is ready and return its model's facts; raises RuntimeError with the cause when it is
+        not to be."""
         try:
             handle = self._handle = await asyncio.to_thread(self._start_replica, self.index)
             handle.sock.setblocking(False)
@@ -515,11 +510,11 @@ class Replica:
             detail = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             self._mark_dead(f"cannot start a process: {detail}")
             raise RuntimeError(self.reason) from error
-        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ready: asyncio.Future[ModelMetadata] = asyncio.get_running_loop().create_future()
         self._read_task = asyncio.create_task(self._read_loop(reader, ready))
         try:
             async with asyncio.timeout(self._start_seconds):
-                await ready
+                return await ready
         except TimeoutError:
             await self.stop(grace=0.0, reason=f"the engine was not ready in {self._start_seconds:g} s")
             raise RuntimeError(self.reason) from None
@@ -571,14 +566,14 @@ class Replica:
         assert self._writer is not None
         self._writer.write(wire.encode_message(message))
 
-    async def _read_loop(self, reader: asyncio.StreamReader, ready: asyncio.Future[None]) -> None:
+    async def _read_loop(self, reader: asyncio.StreamReader, ready: asyncio.Future[ModelMetadata]) -> None:
         try:
             while (message := await wire.read_message(reader)) is not None:
                 self._last_message_time = time.monotonic()
                 kind = message["type"]
                 if kind == "ready" and self.state == "starting":
-                    self.model_info, self.state = wire.METADATA.validate_python(message["model"]), "ready"
-                    ready.set_result(None)
+                    ready.set_result(wire.METADATA.validate_python(message["model"]))
+                    self.state = "ready"
                 elif kind == "fatal":
                     if message["traceback"]:
                         _LOG.error("replica %d: %s", self.index, message["traceback"].rstrip())
@@ -656,13 +651,11 @@ async def before_deadline(deadline: float | None, awaitable: Awaitable[T]) -> T:
         raise errors.DeadlineExceeded from None
 
 
-def _model_mismatch(model_info: ModelMetadata, replica: Replica) -> str:
+def _model_mismatch(expected: ModelMetadata, model_info: ModelMetadata, index: int) -> str:
     """Say how a replica's model differs from that of the others: its files may have changed since they started."""
-    theirs = replica.model_info
-    if theirs is None or theirs == model_info:
-        return ""
-    names = [f.name for f in fields(model_info) if getattr(theirs, f.name) != getattr(model_info, f.name)]
-    return f"replica {replica.index} has another model than the first ({', '.join(names)}): load the same in each"
+    names = [f.name for f in fields(expected) if getattr(model_info, f.name) != getattr(expected, f.name)]
+    message = f"replica {index} has another model than the first ({', '.join(names)}): load the same in each"
+    return message if names else ""
 
 
 def _engine_error(output: RequestOutput) -> errors.ApiError:

@@ -26,7 +26,7 @@ import ssl
 import time
 import urllib.parse
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,22 +233,7 @@ class RouterMetrics(ServerMetrics):
     def __init__(self, router: ReplicaRouter) -> None:
         super().__init__(router, "Requests")
         text = "From arrival to a replica's answer"
-        self._first_byte = self.histogram("time_to_first_byte_seconds", text, TTFT_BUCKETS)
-
-    @contextlib.contextmanager
-    def time_request(self) -> Iterator[Callable[[], None]]:
-        """Time one request; what is yielded is to be called when its answer begins."""
-        start, began = time.perf_counter(), []
-
-        def answer_begins() -> None:
-            began.append(time.perf_counter())
-            self._first_byte.observe(began[0] - start)
-
-        try:
-            yield answer_begins
-        finally:
-            if began:
-                self._e2e_latency.observe(time.perf_counter() - start)
+        self.first_byte = self.histogram("time_to_first_byte_seconds", text, TTFT_BUCKETS)
 
     def collect(self) -> Iterator[Any]:
         """Yield the replicas' states too."""
@@ -320,8 +305,8 @@ class ReplicaRouter(BasePool):
         Raises :class:`ApiError`: ShuttingDown; Overloaded; Unavailable where no replica can be reached; ReplicaLost
         when the replica is lost and the request cannot be tried again; DeadlineExceeded.
         """
-        with self.admit(), self.metrics.time_request() as answer_begins:
-            deadline = self._deadline()
+        with self.admit():
+            deadline, start = self._deadline(), time.perf_counter()
             tried: set[int] = set()
             was_lost = began = False
             while True:
@@ -335,7 +320,7 @@ class ReplicaRouter(BasePool):
                             self.num_retries += 1
                             continue
                         began = True
-                        answer_begins()
+                        self.metrics.first_byte.observe(time.perf_counter() - start)
                         yield response
                         chunks = connection.chunks()
                         while response.is_stream and (chunk := await before_deadline(deadline, anext(chunks, b""))):
@@ -353,11 +338,13 @@ class ReplicaRouter(BasePool):
                     self.num_retries += 1
                 finally:
                     replica.num_outstanding -= 1
+                    if began:
+                        self.metrics.e2e_latency.observe(time.perf_counter() - start)
 
     async def _pick_replica(self, tried: set[int]) -> RemoteReplica:
         """The ready replica with the least to do of those that were not tried; waits a while where none is ready."""
         deadline = time.monotonic() + _READY_TIMEOUT
-        while not (ready := [r for r in self.ready_replicas() if r.index not in tried]):
+        while not (ready := self._untried(tried)):
             if len(tried) == len(self.replicas) or time.monotonic() > deadline or self.draining:
                 raise Unavailable(self.health()[1] or "no replica could take this request: try again")
             await self._wait_for_replica()
