@@ -37,7 +37,7 @@ from thalweg.comm import CommsLog
 from thalweg.comm.collectives.onebit import OneBitAllReduce
 from thalweg.comm.collectives.reducer import ReplicaSync
 from thalweg.comm.topology import HostTopology
-from thalweg.device import takes_tensors_of, widest_float
+from thalweg.device import widest_float
 from thalweg.optim import dtensor_local, foreach
 from thalweg.optim.algorithms.elementwise import Adam
 from thalweg.optim.algorithms.fused_adam import AbstractAdam, fused_adam_step
@@ -90,9 +90,7 @@ class MomentumExchange:
                 "parameters (experts?) are held by the same ranks: use Adam or Lamb"
             )
         pieces = [to_local(param) for param in params]
-        topology = HostTopology.discover(
-            group, None if takes_tensors_of(group, torch.device("cpu")) else pieces[0].device
-        )
+        topology = HostTopology.discover(group, pieces[0].device)
         from thalweg.ops.onebit import get_onebit_code  # LLVM is loaded for those who compress
 
         numels, device, first = [p.numel() for p in pieces], pieces[0].device, params[0]
