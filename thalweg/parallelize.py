@@ -49,11 +49,10 @@ from thalweg.optim.accumulation import StepCallbacks
 from thalweg.optim.algorithms.onebit import MomentumLink
 from thalweg.optim.build import build_lr_scheduler, build_optimizer
 from thalweg.optim.gradient_compression import GradientCompression
-from thalweg.optim.local_optimizer import to_local_optimizer
+from thalweg.optim.local_optimizer import groups_with_names, rebind_params, to_local_optimizer
 from thalweg.optim.loss_scaler import LossScaler
 from thalweg.optim.offload.policy import build_engine_optimizer
 from thalweg.optim.outer_optimizer import OuterOptimizer
-from thalweg.optim.param_groups import groups_with_names, rebind_params
 from thalweg.optim.site_sync import SiteSync
 from thalweg.optim.step import EngineOptimizer
 from thalweg.parallel.comm_group import ParallelGroup
@@ -64,9 +63,8 @@ from thalweg.parallel.pipeline.pipeline_parallel import PipelineParallel
 from thalweg.parallel.pipeline.pipeline_runner import ForwardHooks, PipelineRunner
 from thalweg.parallel.pipeline.tied_weights import ParamNaming
 from thalweg.parallel.sequence.sequence_parallel import SequenceGroups, apply_sequence_parallel
-from thalweg.parallel.tensor.cross_host import warn_cross_host_groups
 from thalweg.parallel.tensor.model_init import requested_tp_size
-from thalweg.parallel.tensor.tensor_parallel import apply_tensor_parallel, sync_rng
+from thalweg.parallel.tensor.tensor_parallel import apply_tensor_parallel, sync_rng, warn_cross_host_groups
 from thalweg.parallel_dims import ParallelDims, ParallelMeshes, control_group
 from thalweg.utils.dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from thalweg.utils.formatting import parse_bytes
