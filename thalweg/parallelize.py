@@ -47,7 +47,7 @@ from thalweg.ops.attention.upcast import apply_upcast_sdpa
 from thalweg.optim import accumulation
 from thalweg.optim.accumulation import StepCallbacks
 from thalweg.optim.algorithms.onebit import MomentumLink
-from thalweg.optim.build import build_lr_scheduler, build_optimizer
+from thalweg.optim.build import build_lr_scheduler, build_optimizer, get_optimizer_params
 from thalweg.optim.gradient_compression import GradientCompression
 from thalweg.optim.local_optimizer import groups_with_names, rebind_params, to_local_optimizer
 from thalweg.optim.loss_scaler import LossScaler
@@ -271,13 +271,10 @@ def parallelize(
         user_built: Any = optimizer(groups)
         inner = to_local_optimizer(user_built, replicate_group=group)
     elif config.optimizer is not None:
-        params = dict(config.optimizer.params)
-        if config.bf16.bf16_optimizer_states:
-            params.setdefault("state_dtype", "bf16")
         link = MomentumLink(sharded.replica_sync, sharded.ledger)
         extras: dict[str, Any] = {"model": model, "replicate_group": group, "link": link}
         extras["zenflow_policy"] = config.zero_optimization.zenflow
-        inner = build_optimizer(config.optimizer.type, groups, params, **extras)
+        inner = build_optimizer(config.optimizer.type, groups, get_optimizer_params(config), **extras)
     managed = None
     site_sync: SiteSync | None = None
     if inner is not None:

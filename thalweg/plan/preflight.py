@@ -149,7 +149,7 @@ class Preflight:
         in_memory_specs = [spec for spec in resident_specs.values() if not run_spec.master_on_disk(spec)]
         shards_bytes = sum(shard_bytes(param_spec) for param_spec in in_memory_specs) // run_spec.tp_size
         updated_specs = (spec for spec in in_memory_specs if spec.requires_grad)
-        updated = sum(spec.padded_numel // spec.num_shards for spec in updated_specs) // run_spec.tp_size
+        updated = sum(spec.shard_numel for spec in updated_specs) // run_spec.tp_size
         unsharded_bytes = sum(param_spec.unsharded_bytes for param_spec in resident_specs.values())
         grads = 0 if run_spec.grads_leave_early else run_spec.precision.master_dtype.itemsize
         bytes_per_rank = updated * (grads + state_itemsize) if run_spec.optimizer else 0
