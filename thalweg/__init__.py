@@ -30,7 +30,7 @@ _PUBLIC = {
     "get_accelerator": "thalweg.accelerator",
     "tp_model_init": "thalweg.parallel.tensor.model_init",
     "FlopsProfiler": "thalweg.observe.flops_profiler",
-    "OnDevice": "thalweg.deferred_init.on_device",
+    "OnDevice": "thalweg.deferred_init.context",
     "compression": "thalweg.compression",
     "RepeatingLoader": "thalweg.data.repeating_loader",
     **{

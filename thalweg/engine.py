@@ -29,7 +29,7 @@ from thalweg.comm import CommsLog
 from thalweg.config import Config, load, resolve
 from thalweg.data.batch_feed import BatchFeed
 from thalweg.data.engine_loader import build_engine_loader, connect_loader, set_custom_schedules, take_batch_size
-from thalweg.deferred_init.context import pause_recording
+from thalweg.deferred_init.replay import pause_recording
 from thalweg.device import configure_malloc, pick_device, synchronize, trim_malloc
 from thalweg.observe.flops import resident_mib
 from thalweg.observe.recorder import Recorder

@@ -47,13 +47,12 @@ from thalweg.ops.attention.upcast import apply_upcast_sdpa
 from thalweg.optim import accumulation
 from thalweg.optim.accumulation import StepCallbacks
 from thalweg.optim.algorithms.onebit import MomentumLink
-from thalweg.optim.build import build_lr_scheduler, build_optimizer
+from thalweg.optim.build import build_lr_scheduler, build_optimizer, get_optimizer_params
 from thalweg.optim.gradient_compression import GradientCompression
-from thalweg.optim.local_optimizer import to_local_optimizer
+from thalweg.optim.local_optimizer import groups_with_names, rebind_params, to_local_optimizer
 from thalweg.optim.loss_scaler import LossScaler
 from thalweg.optim.offload.policy import build_engine_optimizer
 from thalweg.optim.outer_optimizer import OuterOptimizer
-from thalweg.optim.param_groups import groups_with_names, rebind_params
 from thalweg.optim.site_sync import SiteSync
 from thalweg.optim.step import EngineOptimizer
 from thalweg.parallel.comm_group import ParallelGroup
@@ -64,9 +63,8 @@ from thalweg.parallel.pipeline.pipeline_parallel import PipelineParallel
 from thalweg.parallel.pipeline.pipeline_runner import ForwardHooks, PipelineRunner
 from thalweg.parallel.pipeline.tied_weights import ParamNaming
 from thalweg.parallel.sequence.sequence_parallel import SequenceGroups, apply_sequence_parallel
-from thalweg.parallel.tensor.cross_host import warn_cross_host_groups
 from thalweg.parallel.tensor.model_init import requested_tp_size
-from thalweg.parallel.tensor.tensor_parallel import apply_tensor_parallel, sync_rng
+from thalweg.parallel.tensor.tensor_parallel import apply_tensor_parallel, sync_rng, warn_cross_host_groups
 from thalweg.parallel_dims import ParallelDims, ParallelMeshes, control_group
 from thalweg.utils.dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from thalweg.utils.formatting import parse_bytes
@@ -273,13 +271,10 @@ def parallelize(
         user_built: Any = optimizer(groups)
         inner = to_local_optimizer(user_built, replicate_group=group)
     elif config.optimizer is not None:
-        params = dict(config.optimizer.params)
-        if config.bf16.bf16_optimizer_states:
-            params.setdefault("state_dtype", "bf16")
         link = MomentumLink(sharded.replica_sync, sharded.ledger)
         extras: dict[str, Any] = {"model": model, "replicate_group": group, "link": link}
         extras["zenflow_policy"] = config.zero_optimization.zenflow
-        inner = build_optimizer(config.optimizer.type, groups, params, **extras)
+        inner = build_optimizer(config.optimizer.type, groups, get_optimizer_params(config), **extras)
     managed = None
     site_sync: SiteSync | None = None
     if inner is not None:

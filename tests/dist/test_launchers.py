@@ -179,7 +179,7 @@ def _tensor_groups(rank: int, world: int) -> list[tuple[int, list[str]]]:
     """Hosts of a tensor group and what is said: two ranks a host, then three and one."""
     import logging
 
-    from thalweg.parallel.tensor.cross_host import warn_cross_host_groups
+    from thalweg.parallel.tensor.tensor_parallel import warn_cross_host_groups
 
     said: list[str] = []
     handler = logging.Handler()

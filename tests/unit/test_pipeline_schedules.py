@@ -14,7 +14,7 @@ from thalweg.parallel.pipeline._torch_pipelining import backward_inputs, backwar
 from thalweg.parallel.pipeline.p2p import P2PChannel
 from thalweg.parallel.pipeline.partition import partition_balanced
 from thalweg.parallel.pipeline.schedule_executor import ScheduleExecutor, StageCallbacks
-from thalweg.parallel.pipeline.schedules.builders import SCHEDULE_NAMES, build_schedule, stages_per_rank
+from thalweg.parallel.pipeline.schedules.builders import SCHEDULE_NAMES, assign_stages, build_schedule
 from thalweg.parallel.pipeline.schedules.schedule import Action, PipelineSchedule, validate_schedule
 from thalweg.parallel.pipeline.schedules.simulate import ActionCosts, simulate
 from thalweg.parallel.pipeline.schedules.visualize import timeline_to_svg, timeline_to_text
@@ -63,7 +63,7 @@ def test_every_schedule_is_complete_and_never_waits_forever(name, ranks, micro, 
         return
     schedule = build_schedule(name, ranks, micro, num_virtual_stages=chunks)
     validate_schedule(schedule)
-    assert schedule.num_stages == ranks * stages_per_rank(name, chunks)
+    assert schedule.num_stages == ranks * len(assign_stages(name, 1, chunks))
     assert 0.0 <= simulate(schedule, ActionCosts.uniform(schedule.num_stages)).bubble < 1.0
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from thalweg.optim.algorithms.elementwise import AdamW
+from thalweg.optim.offload.io_pipeline import set_single_threaded
 from thalweg.optim.offload.nvme_step import NvmeStep, PiecewiseOptimizer
 from thalweg.storage_io.evictable_memory import BufferRing
 from thalweg.storage_io.swap_file import SwapFile
-from thalweg.utils.threads import set_single_threaded
 
 
 def test_one_core_for_one_thread() -> None:

@@ -130,11 +130,6 @@ class PayloadFormat:
     raw_dtype: torch.dtype
 
     @property
-    def numel(self) -> int:
-        """Elements of the buffer."""
-        return sum(length for length, _ in self.segments)
-
-    @property
     def num_bytes(self) -> int:
         """Bytes of the packed buffer."""
         return sum(self._segment_bytes(length, is_quantized) for length, is_quantized in self.segments)

@@ -16,7 +16,7 @@ random numbers are drawn twice, once to move the generator on and once at replay
 instead patches the constructors of torch.nn for the whole process and empties parameters.)
 
 A model built under plain ``torch.device("meta")`` has no record; :mod:`.reset_parameters` runs the
-initialisation that its modules bring along.
+initialisation that its modules bring along.  :class:`OnDevice` builds one so, or on another device, in a dtype.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ from torch import Tensor, nn
 from thalweg.deferred_init.deferred_tensor import drop_record, is_deferred
 from thalweg.deferred_init.op_graph import is_meta, make_view_ref
 from thalweg.deferred_init.record_mode import RecordMode
-from thalweg.deferred_init.replay import pause_recording, replay_targets, thread_state
+from thalweg.deferred_init.replay import replay_targets, thread_state
 from thalweg.deferred_init.reset_parameters import record_module_init
 from thalweg.device import request_huge_pages
-
-__all__ = ["Init", "has_meta_tensors", "materialize_module", "pause_recording"]
 
 ValueSink = Callable[[str, Tensor, Tensor], None]
 
@@ -98,6 +96,29 @@ class Init:
             torch.set_default_dtype(dtype)
             if recorder is not None:
                 recorder.__exit__(*error)
+
+
+class OnDevice:
+    """Tensors of the constructors within are made on ``device``, floating ones as ``dtype``.
+
+    On "meta" they have shapes and no memory, and no values that could be had back: ``thalweg.zero.Init`` keeps those.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
+        self.dtype, self.device, self.enabled = dtype, torch.device(device), enabled
+        self._entered: list[tuple[Any, torch.dtype]] = []
+
+    def __enter__(self) -> OnDevice:
+        if self.enabled:
+            self._entered.append((self.device.__enter__(), torch.get_default_dtype()))
+            torch.set_default_dtype(self.dtype)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.enabled:
+            _, dtype = self._entered.pop()
+            torch.set_default_dtype(dtype)
+            self.device.__exit__(*error)
 
 
 def has_meta_tensors(module: nn.Module) -> bool:

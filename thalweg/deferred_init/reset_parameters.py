@@ -102,8 +102,7 @@ def _untie(root: nn.Module, tensor_ids: set[int]) -> tuple[_Ties, set[int]]:
         paths = ["/" + path.replace(".", "/") for path, _, _ in tied]
         ancestor = os.path.commonpath(paths).strip("/").replace("/", ".")
         for _, module, key in tied[1:]:
-            param = module._parameters[key]
-            assert param is not None
+            param = module.get_parameter(key)
             stand_in = nn.Parameter(deferred_like(param), param.requires_grad)
             ties.setdefault(id(root.get_submodule(ancestor)), []).append((module, key, param))
             module._parameters[key] = stand_in

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thalweg.config import Config
 from thalweg.config.schema.optimizer import canonical_name, get_params_schema
 from thalweg.config.schema.zero import ZenFlow
 from thalweg.optim.algorithms.adafactor import Adafactor
@@ -97,6 +98,14 @@ def build_optimizer(
         keywords["replicate_group"] = replicate_group
         groups = groups if model is None else muon_groups(model, groups)
     return cls(groups, **keywords)
+
+
+def get_optimizer_params(config: Config) -> dict[str, Any]:
+    """The keywords of the config's optimizer; none where it names none."""
+    params = dict(config.optimizer.params) if config.optimizer is not None else {}
+    if config.bf16.bf16_optimizer_states:
+        params.setdefault("state_dtype", "bf16")
+    return params
 
 
 def build_lr_scheduler(type_name: str, params: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer) -> Any:

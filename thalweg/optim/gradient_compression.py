@@ -50,11 +50,10 @@ class GradientCompression(SiteSync):
         self._num_shards, self._shard = 1, 0
         if sharded.sites is not None and sharded.options.policy.shards_optimizer_states:
             self._num_shards, self._shard = sharded.sites.size(1), sharded.sites.get_local_rank(1)
-        self._all_reduce = (
-            PowerSGDAllReduce(self._exchange, options.matrix_approximation_rank)
-            if options.type == "powersgd"
-            else TopKAllReduce(self._exchange, options.compress_ratio)
-        )
+        if options.type == "powersgd":
+            self._all_reduce = PowerSGDAllReduce(self._exchange, options.matrix_approximation_rank)
+        else:
+            self._all_reduce = TopKAllReduce(self._exchange, options.compress_ratio)
         self._state: dict[Tensor, dict[str, Tensor]] = {}  # of each parameter: error, and q
 
     @torch.no_grad()
@@ -125,12 +124,11 @@ class GradientCompression(SiteSync):
         for param, kept in self._state.items():
             state = self._inner.state[param]
             if (error := kept.get("error")) is not None:
-                error, several = error.view_as(to_local(param)), self.num_sites > 1
-                state[ROWS + GRAD_ERROR if several else GRAD_ERROR] = (
-                    dtensor_local.as_rows_of_workers(error, param)
-                    if several
-                    else dtensor_local.as_dtensor_like(error, param)
-                )
+                error = error.view_as(to_local(param))
+                if self.num_sites > 1:
+                    state[ROWS + GRAD_ERROR] = dtensor_local.as_rows_of_workers(error, param)
+                else:
+                    state[GRAD_ERROR] = dtensor_local.as_dtensor_like(error, param)
             if "q" in kept and isinstance(param, DTensor):
                 over_shards = [Replicate(), Replicate() if self._num_shards == 1 else Shard(0)]
                 state[POWERSGD_Q] = DTensor.from_local(

@@ -141,20 +141,17 @@ class StepGuard:
 
     A gradient that overflows under a dynamic loss scale is none of this: the scale falls, until it is at its least.
 
-    ``scales_loss``: overflows move a loss scale.
+    ``scales_loss``: overflows move a loss scale.  ``explains``: whether somebody will want to know which gradients were
+    not finite.
     """
 
     def __init__(self, health: Health, *, scales_loss: bool = False) -> None:
         self._non_finite = "skip" if scales_loss else health.non_finite
+        self.explains = self._non_finite != "skip"
         self._spike, self.rejects_spikes = health.spike, health.rejects_spikes
         self._norms: deque[float] = deque(maxlen=_WINDOW)
         # Set by ``settle``: why the run is to end, and why it is to go back to a checkpoint.
         self.stop_reason = self.rewind_reason = ""
-
-    @property
-    def explains(self) -> bool:
-        """Whether somebody will want to know which gradients were not finite."""
-        return self._non_finite != "skip"
 
     def rejects(self, result: StepResult) -> bool:
         """Whether the update of this step is not to be made although its gradient is finite."""

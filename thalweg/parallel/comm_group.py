@@ -53,12 +53,11 @@ class ParallelGroup:
 
     def reduce_from_region(self, x: Tensor, name: str) -> Tensor:
         """The sum of all ranks' ``x``."""
-        self._cached_inputs.clear()
-        self.use_shared_rng()
+        self.reset()
         return with_backward(x, lambda x: self.all_reduce_copy(x, name), lambda grad: grad)
 
     def reset(self) -> None:
-        """Let go of the region's inputs, and of a stream that an exception left behind."""
+        """Let go of the region's inputs, and of its stream, which an exception may have left behind."""
         self._cached_inputs.clear()
         self.use_shared_rng()
 

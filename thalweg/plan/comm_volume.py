@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
 from thalweg.comm.collectives.quantized import GRADIENT_QUANTIZER, INTRA_HOST_GRADIENT_QUANTIZER, WEIGHT_QUANTIZER
 from thalweg.comm.comms_logger import RING_FACTOR
@@ -22,8 +21,6 @@ from thalweg.plan.trace.fsdp_events import UnitInfo
 from thalweg.plan.trace.step import MAX_TRACED_MICRO_BATCHES, StepTrace
 from thalweg.zero.policy import is_quantized
 from thalweg.zero.storage.cross_host_sync import DELTA_QUANTIZER
-
-ByKey = dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class _Collective:
     intra_node_only: bool = False
 
 
-def estimate_comm_volume(trace: StepTrace, run_spec: RunSpec) -> tuple[ByKey, ByKey]:
+def estimate_comm_volume(trace: StepTrace, run_spec: RunSpec) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes that a rank sends in one optimizer step (all micro-batches of a window): by collective, in its ring form,
     and by link."""
     by_collective: Counter[str] = Counter()
@@ -76,7 +73,7 @@ def _add_outer_steps(trace: StepTrace, run_spec: RunSpec, by_collective: Counter
     assert run_spec.outer_optimizer is not None
     num_ranks, num_sites = run_spec.num_site_ranks, run_spec.topology.world_size // run_spec.num_site_ranks
     every = run_spec.outer_optimizer.sync_every
-    numel = sum(prod(spec.shape) for spec in trace.param_specs.values() if spec.requires_grad)
+    numel = sum(spec.shape.numel() for spec in trace.param_specs.values() if spec.requires_grad)
     part = numel // num_ranks
     row = part // num_sites
     row_bytes = 8 * row
@@ -98,7 +95,7 @@ def _add_compressed_gradients(
     assert options is not None
     numbers = 0
     for spec in (spec for spec in trace.param_specs.values() if spec.requires_grad):
-        rows, columns = -(-spec.shape[0] // run_spec.num_shards), prod(spec.shape[1:])
+        rows, columns = -(-spec.shape[0] // run_spec.num_shards), spec.shape[1:].numel()
         if options.type == "topk":  # each number with its place
             numbers += 2 * max(1, round(options.compress_ratio * rows * columns))
         else:
@@ -149,7 +146,7 @@ def _weight_row_bytes(unit: UnitInfo, trace: StepTrace, run_spec: RunSpec, codec
     """Bytes of one rank's shards as they are gathered."""
     total = 0
     for param_spec in (trace.param_specs[name] for name in unit.param_names):
-        numel = prod(param_spec.padded_shape)
+        numel = param_spec.shard_numel
         in_few_bits = is_quantized(run_spec.zero, len(param_spec.shape), param_spec.requires_grad)
         total += codec.num_bytes(numel) if in_few_bits else numel * param_spec.compute_dtype.itemsize
     return total
@@ -164,7 +161,7 @@ def _gradient_row_bytes(unit: UnitInfo, trace: StepTrace, run_spec: RunSpec) -> 
     encoded_bytes: Counter[BlockQuantizer] = Counter()
     itemsize = run_spec.precision.reduce_dtype.itemsize
     for param_spec in (spec for name in unit.param_names if (spec := trace.param_specs[name]).requires_grad):
-        numel = prod(param_spec.padded_shape)
+        numel = param_spec.shard_numel
         for codec in (GRADIENT_QUANTIZER, INTRA_HOST_GRADIENT_QUANTIZER):
             encoded_bytes[codec] += codec.num_bytes(numel) if len(param_spec.shape) >= 2 else numel * itemsize
     # Memory that ranks share needs no codes; on one node of GPUs there is one level, in 4 bits.

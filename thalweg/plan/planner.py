@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -107,10 +108,9 @@ class Planner:
             }
 
         # Buffers and paged units fill up at some depth: no line goes through that.
+        measure_all = partial(extrapolate.measure_extrapolated, full_model=run_spec.low_memory)
         try:
-            costs = extrapolate.measure_extrapolated(
-                self.meta_model.copy_model, measure, full_model=run_spec.low_memory
-            )
+            costs = measure_all(self.meta_model.copy_model, measure)
         except ValueError as error:
             if run_spec.sp_size == 1:
                 raise
@@ -118,9 +118,7 @@ class Planner:
             run_spec = replace(run_spec, sp_size=1)
             unmodelled_keys.append("sequence_parallel_size")
             timelines.clear()
-            costs = extrapolate.measure_extrapolated(
-                self.meta_model.copy_model, measure, full_model=run_spec.low_memory
-            )
+            costs = measure_all(self.meta_model.copy_model, measure)
         seconds, bottleneck = combine_times(costs["time"], self.cluster)
         is_full_depth, cluster = len(timelines) == 1, self.cluster
         if is_full_depth:

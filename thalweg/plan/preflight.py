@@ -21,13 +21,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg.config import Config
-from thalweg.optim import build_optimizer
+from thalweg.optim.build import build_optimizer
 from thalweg.plan import runtime
 from thalweg.plan.inputs.input_spec import InputSpec, infer_input_spec, input_spec_from_call
 from thalweg.plan.inputs.model_loader import MetaModel
 from thalweg.plan.planner import Planner
 from thalweg.plan.result import Plan, format_byte_table, format_changes
-from thalweg.plan.runtime import skip_memory_check
 from thalweg.plan.search.search import suggest
 from thalweg.plan.spec.run_spec import RunSpec, get_tp_size, run_spec_from_config, unmodelled_options, with_optimizer
 from thalweg.plan.trace.step import build_param_specs, resident_params, shard_bytes
@@ -80,7 +79,7 @@ class Preflight:
         unmodelled = unmodelled_options(config)
         if unmodelled and self.mode != "off":
             self.mode = "off"
-            skip_memory_check(f"{', '.join(unmodelled)} is not modelled yet; watch the memory of the job")
+            runtime.skip_memory_check(f"{', '.join(unmodelled)} is not modelled yet; watch the memory of the job")
         if self.mode == "off" or limit_bytes is None:
             return
         self._limit_bytes = limit_bytes
@@ -122,7 +121,7 @@ class Preflight:
                 return
         plan = self._try_predict(input_spec)
         if plan is not None and plan.not_counted:  # a bound: no job is refused by it
-            skip_memory_check(f"{', '.join(plan.not_counted)} is not modelled yet for {plan.model}")
+            runtime.skip_memory_check(f"{', '.join(plan.not_counted)} is not modelled yet for {plan.model}")
         if plan is None or plan.fits is not False:
             return
         without_holes = replace(plan, per_rank=replace(plan.per_rank, fragmentation=0))
@@ -149,7 +148,7 @@ class Preflight:
         in_memory_specs = [spec for spec in resident_specs.values() if not run_spec.master_on_disk(spec)]
         shards_bytes = sum(shard_bytes(param_spec) for param_spec in in_memory_specs) // run_spec.tp_size
         updated_specs = (spec for spec in in_memory_specs if spec.requires_grad)
-        updated = sum(spec.padded_numel // spec.num_shards for spec in updated_specs) // run_spec.tp_size
+        updated = sum(spec.shard_numel for spec in updated_specs) // run_spec.tp_size
         unsharded_bytes = sum(param_spec.unsharded_bytes for param_spec in resident_specs.values())
         grads = 0 if run_spec.grads_leave_early else run_spec.precision.master_dtype.itemsize
         bytes_per_rank = updated * (grads + state_itemsize) if run_spec.optimizer else 0
@@ -172,7 +171,7 @@ class Preflight:
         try:
             return self._build_planner(input_spec).predict(self._config)
         except (ValueError, RuntimeError) as error:
-            skip_memory_check(f"{type(self._meta_model.model).__name__} is not modelled yet", error)
+            runtime.skip_memory_check(f"{type(self._meta_model.model).__name__} is not modelled yet", error)
             return None
 
     def _build_planner(self, input_spec: InputSpec) -> Planner:
@@ -223,7 +222,7 @@ def _optimizer_bytes_per_element(run_spec: RunSpec) -> int:
         optimizer = build_optimizer(run_spec.optimizer, [probe], run_spec.optimizer_params)
         optimizer.step()
     except (ValueError, RuntimeError) as error:  # one that wants to see the model, or a device
-        skip_memory_check(f"the state of {run_spec.optimizer} is not modelled yet", error)
+        runtime.skip_memory_check(f"the state of {run_spec.optimizer} is not modelled yet", error)
         return 0
     values = [value for value in optimizer.state[probe].values() if isinstance(value, torch.Tensor)]
     return sum(value.nbytes for value in values if value.numel() >= probe.numel()) // probe.numel()

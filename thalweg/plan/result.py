@@ -27,7 +27,7 @@ class Plan:
     as in a ``ds_config.json``) of the cheapest run that fits, empty if this one is it, None if
     none was found or asked for.  ``tiers``: bytes beyond ``per_rank``: ``host`` and ``disk`` of one rank,
     ``disk_read_bytes`` and ``disk_written_bytes`` in a step.  ``published``: what the literature's formulas
-    give for the same run (see ``report/formulas.py``), in bytes.  ``assumptions``: what neither
+    give for the same run (see ``formulas.py``), in bytes.  ``assumptions``: what neither
     the config nor the model says.  ``warnings``: what makes ranks hold more than their share.
     ``not_counted``: options that are on and whose effect
     is not in these numbers; the bytes are then a bound, and ``fits`` is never False.

@@ -88,9 +88,8 @@ def get_topology(mesh: DeviceMesh, device: torch.device, tp_size: int = 1) -> Ra
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if not 0 < local_world_size <= world_size or world_size % local_world_size:
         local_world_size = world_size
-    return RankTopology(
-        world_size // local_world_size, local_world_size, "cpu" if device.type == "cpu" else "accelerator"
-    )
+    kind = "cpu" if device.type == "cpu" else "accelerator"
+    return RankTopology(world_size // local_world_size, local_world_size, kind)
 
 
 def measure_process_bytes(model: nn.Module, device: torch.device, group_sizes: list[int] | None = None) -> int:

@@ -20,7 +20,7 @@ def estimate_step_time(
     scale = run_spec.accumulation_steps / min(run_spec.accumulation_steps, MAX_TRACED_MICRO_BATCHES)
     flops = cluster.peak_flops(run_spec.precision.compute_dtype) * cluster.efficiency
     updated = (spec for spec in trace.param_specs.values() if spec.requires_grad)
-    shard_numel = sum(spec.padded_numel // spec.num_shards for spec in updated)
+    shard_numel = sum(spec.shard_numel for spec in updated)
     update_bytes = shard_numel * _ADAM_BYTES.get(run_spec.optimizer or "", 28)
     breakdown = {
         "compute": trace.flops * scale / flops,

@@ -20,7 +20,7 @@ from thalweg.storage_io.io_threads import IoThroughput
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
-_FIXED = getattr(mmap, "MAP_SHARED", 1) | 0x10  # MAP_FIXED, which Python does not name
+_FIXED = mmap.MAP_SHARED | 0x10  # MAP_FIXED, which Python does not name
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.EIO}
 
 
@@ -87,11 +87,8 @@ class Disk:
 
     def is_cached(self, address: int, nbytes: int) -> bool:
         """Whether memory holds any page of a mapping's range, which begins on a page (True where nobody can tell)."""
-        library = ctypes.CDLL(None, use_errno=True)
-        if not hasattr(library, "mincore"):
-            return True
         pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
-        call = library.mincore
+        call = ctypes.CDLL(None, use_errno=True).mincore
         call.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p]
         return call(address, nbytes, ctypes.addressof(pages)) != 0 or any(page & 1 for page in bytes(pages))
 
@@ -101,10 +98,7 @@ class Disk:
         Raises:
             OSError: the system cannot, or has no place for one more mapping.
         """
-        library = ctypes.CDLL(None, use_errno=True)
-        if not hasattr(library, "mmap") or not hasattr(mmap, "MAP_SHARED"):
-            raise OSError(errno.ENOSYS, "this system has no mmap(2)")
-        call = library.mmap
+        call = ctypes.CDLL(None, use_errno=True).mmap
         word = ctypes.c_size_t
         call.argtypes = [word, word, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
         call.restype = word
@@ -121,18 +115,14 @@ class Disk:
 class DirectFile:
     """The file of ``handle``, which is closed with it; ``folder`` is where it lies, for the log.
 
-    ``reads`` and ``writes`` measure transfers.
+    ``direct``: whether aligned transfers bypass the page cache; ``reads`` and ``writes`` measure transfers.
     """
 
     def __init__(self, disk: Disk, handle: int, folder: Path) -> None:
         self.handle, self._disk = handle, disk
         self.reads, self.writes = IoThroughput(), IoThroughput()
         self._direct_handle = self._open_direct(folder)
-
-    @property
-    def direct(self) -> bool:
-        """Whether aligned transfers bypass the page cache."""
-        return self._direct_handle is not None
+        self.direct = self._direct_handle is not None
 
     def _open_direct(self, folder: Path) -> int | None:
         handle = None

@@ -52,7 +52,6 @@ class EvictableMemory:
         self.num_bytes = max(round_up(num_bytes, HUGE_PAGE), HUGE_PAGE)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         self._memory = mmap.mmap(-1, self.num_bytes, flags=flags)
-        self._evict_advice = getattr(mmap, "MADV_DONTNEED", None)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             _madvise(self._memory, mmap.MADV_HUGEPAGE, 0, self.num_bytes)
         self._base = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
@@ -78,8 +77,8 @@ class EvictableMemory:
     def evict(self, offset: int, nbytes: int) -> None:
         """Give the pages that lie wholly within the range back to the system."""
         start, stop = round_up(offset), (offset + nbytes) // PAGE * PAGE
-        if stop > start and self._evict_advice is not None:
-            _madvise(self._memory, self._evict_advice, start, stop - start)
+        if stop > start:
+            _madvise(self._memory, mmap.MADV_DONTNEED, start, stop - start)
 
     def release(self) -> None:
         """Let the system take all pages when it needs them; the memory then reads as zeros, until that as it was.
@@ -87,9 +86,7 @@ class EvictableMemory:
         Where it needs none, what is written next finds its pages at hand: clearing them anew took longer than filling
         them.
         """
-        advice = getattr(mmap, "MADV_FREE", self._evict_advice)
-        if advice is not None:
-            _madvise(self._memory, advice, 0, self.num_bytes)
+        _madvise(self._memory, mmap.MADV_FREE, 0, self.num_bytes)
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Let pages come that hold the range, as if each were written to; what they hold stays.

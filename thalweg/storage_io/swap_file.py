@@ -28,6 +28,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -319,15 +320,12 @@ class SwapFile:
 
     def _map(self, capacity: int) -> tuple[int, mmap.mmap]:
         """Map the file, and addresses for it to grow to ``capacity``: as many as the system gives."""
-        for size in (capacity, min(capacity, 4 * self.num_bytes), self.num_bytes):
-            try:
+        for size in (capacity, min(capacity, 4 * self.num_bytes)):
+            with suppress(OSError):  # a limit on addresses or on the length of files
                 if size > self.num_bytes:
                     self._disk.truncate(self._file.handle, size)
                 return size, mmap.mmap(self._file.handle, size)
-            except OSError:  # a limit on addresses or on the length of files
-                if size == self.num_bytes:
-                    raise
-        raise AssertionError
+        return self.num_bytes, mmap.mmap(self._file.handle, self.num_bytes)
 
     def _fallocate(self, handle: int, num_bytes: int, start: int = 0) -> None:
         try:

@@ -43,9 +43,8 @@ def bind_listener(addr: str, port: int, *, multi_node: bool, allow_foreign: bool
     Raises:
         OSError: the name is unknown (``socket.gaierror``), the port taken, or the address another host's.
     """
-    family, kind, proto, _, address = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-        0
-    ]
+    found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, proto, _, address = found[0]
     listener = socket.socket(family, kind, proto)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Trees of tuples, lists and dicts, as models take and return them; models without values."""
+"""Trees of tuples, lists and dicts, as models take and return them; models' configs, and models without values."""
 
 from __future__ import annotations
 
@@ -55,6 +55,12 @@ def get_loss(output: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise ValueError("the model must return a loss, or an object with a loss, to be trained by batches")
     return loss
+
+
+def first_positive_int(config: Any, *names: str) -> int | None:
+    """The first of these attributes of a model's config that is a whole number above 0, or None."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module:

@@ -8,6 +8,7 @@ from torch import nn
 from thalweg.config import Config, ModelSize
 from thalweg.config.schema.optimizer import COMPRESSED_OPTIMIZERS
 from thalweg.utils.dtypes import parse_dtype
+from thalweg.utils.trees import first_positive_int
 from thalweg.zero.leaf_modules import set_z3_leaf_module
 from thalweg.zero.policy import Precision, ZeroPolicy
 from thalweg.zero.shard import ShardOptions
@@ -17,15 +18,10 @@ from thalweg.zero.units import UnitPolicy, num_parameters
 def get_model_size(model: nn.Module) -> ModelSize:
     """What the config's ``"auto"`` values may depend on."""
     config = getattr(model, "config", None)
-
-    def first_int(*names: str) -> int | None:
-        values = (getattr(config, name, None) for name in names)
-        return next((value for value in values if isinstance(value, int)), None)
-
     return ModelSize(
         num_parameters=num_parameters(model),
-        hidden_size=first_int("hidden_size", "n_embd", "d_model"),
-        num_layers=first_int("num_hidden_layers", "n_layer", "num_layers"),
+        hidden_size=first_positive_int(config, "hidden_size", "n_embd", "d_model"),
+        num_layers=first_positive_int(config, "num_hidden_layers", "n_layer", "num_layers"),
     )
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from thalweg.comm.collectives import quantized
 from thalweg.comm.collectives.reducer import ReduceOptions, ReplicatedReducer, sum_rows
 from thalweg.comm.collectives.shared_memory import SharedMemoryArena, SharedMemoryReducer, SharedMemoryRing
-from thalweg.comm.collectives.wire import AllToAllReduce, WireAllGather, all_gather_flat, all_to_all_rows
+from thalweg.comm.collectives.wire import AllReduceSum, AllToAllReduce, WireAllGather
 from thalweg.comm.comms_logger import CollectiveCall, CommsLog
 from thalweg.comm.topology import HostTopology
 from thalweg.parallel_dims import new_subgroup
@@ -198,12 +198,8 @@ class HierarchicalAllReduce(ReplicatedReducer):
             local_sum = torch.empty(length, dtype=output.dtype)
             sum_rows([row[ring.arena.rank] for row in slots], local_sum)
             ring.release_slots()
-            received = all_to_all_rows(local_sum.view(hosts.num_hosts, -1), hosts.inter_host_group)
-            chunk = torch.empty(length // hosts.num_hosts, dtype=output.dtype)
-            sum_rows(received.unbind(0), chunk, self.mean_scale(world_size))
-            all_gather_flat(local_sum, chunk, hosts.inter_host_group)
-            call.add_bytes(*hosts.inter_host_topology.all_to_all_bytes(chunk.nbytes))
-            call.add_bytes(*hosts.inter_host_topology.ring_bytes(chunk.nbytes))
+            sum_over_hosts = AllReduceSum(hosts.inter_host_group, hosts.inter_host_topology)
+            sum_over_hosts(local_sum, call, self.mean_scale(world_size))
             call.add_bytes(2 * (num_local_ranks - 1) * length * output.itemsize)
             ring.acquire_slot((length,), output.dtype, f"the reduction of {self._name!r}").copy_(local_sum)
             rank_sums = ring.exchange_slots(f"{self._name}/parts", (length,), output.dtype)

@@ -127,8 +127,7 @@ class SharedMemoryArena:
         """Return the offset of a fresh aligned range; every rank reserves in the same order."""
         offset = self._next_offset
         self._next_offset = round_up(offset + num_bytes, 64)
-        if self._next_offset > len(self._memory):
-            raise AssertionError(f"arena of {len(self._memory)} bytes is full")
+        assert self._next_offset <= len(self._memory), f"arena of {len(self._memory)} bytes is full"
         return offset
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype, *, private: bool = False) -> Tensor:
@@ -425,8 +424,7 @@ class SharedMemoryRing:
         It is read until the reader's next call but one, as FSDP2 may hold the previous
         result while it copies it out.
         """
-        if self.depth <= READ_LAG:
-            raise AssertionError(f"common slots need a ring of at least {READ_LAG + 1}")
+        assert self.depth > READ_LAG, f"common slots need a ring of at least {READ_LAG + 1}"
         sequence = self._sequence + 1
         self.arena.post(self._consumed_column, max(0, sequence - READ_LAG))
         self.arena.wait(self._consumed_column, max(0, sequence - self.depth), operation)

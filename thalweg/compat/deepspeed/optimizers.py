@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from thalweg.optim import build_optimizer
+from thalweg.optim.build import build_optimizer
 
 
 class _ByName(type):

@@ -20,6 +20,7 @@ from torch import Tensor
 from thalweg.device import widest_float
 from thalweg.optim import dtensor_local, foreach
 from thalweg.optim.algorithms.lion import check_hyperparameters
+from thalweg.optim.algorithms.moment_codec import ADAM_MOMENTS
 from thalweg.optim.dtensor_local import to_local
 from thalweg.optim.norms import square_sums
 
@@ -28,10 +29,8 @@ def init_adam_state(state: dict[str, Any], param: Tensor, num_steps: float) -> N
     """Moments of a parameter that has none, and its count of steps."""
     if "exp_avg" not in state:
         state["step"] = torch.tensor(float(num_steps), device="cpu")
-        state["exp_avg"], state["exp_avg_sq"] = (
-            dtensor_local.zeros_state_like(param),
-            dtensor_local.zeros_state_like(param),
-        )
+        for moment in ADAM_MOMENTS:
+            state[moment] = dtensor_local.zeros_state_like(param)
 
 
 class Lamb(dtensor_local.StepMixin, torch.optim.Optimizer):

@@ -53,11 +53,8 @@ class _LowBitOptimizer(StepMixin, torch.optim.Optimizer):
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
         state["step"] += 1
-        piece, count, in_blocks = (
-            to_local(param),
-            int(state["step"]),
-            moment_codec.get_stored_dtype(param, dtype_name) == "int8",
-        )
+        piece, count = to_local(param), int(state["step"])
+        in_blocks = moment_codec.get_stored_dtype(param, dtype_name) == "int8"
         if piece.numel() == 0:
             return
         moments = [to_local(state[moment]) for moment in self.moments]
@@ -83,17 +80,11 @@ class _LowBitOptimizer(StepMixin, torch.optim.Optimizer):
                     wide.append(codes.float() if in_bf16 else codes)
                 else:
                     wide.append(torch.empty(codes.shape, dtype=torch.float32, device=codes.device))
-                    num_rows = scale.shape[0]
-                    moment_codec.dequantize_moment(
-                        codes.view(num_rows, -1), scale, moment_codec.is_signed(moment), wide[-1].view(num_rows, -1)
-                    )
+                    moment_codec.dequantize_moment(codes, scale, moment_codec.is_signed(moment), wide[-1])
             self._update(group, work, chunk_grad, wide, count)
             for moment, codes, scale, updated in zip(self.moments, codes_of, scales_of, wide, strict=True):
                 if scale is not None:
-                    num_rows = scale.shape[0]
-                    moment_codec.quantize_moment(
-                        updated.view(num_rows, -1), codes.view(num_rows, -1), scale, moment_codec.is_signed(moment)
-                    )
+                    moment_codec.quantize_moment(updated, codes, scale, moment_codec.is_signed(moment))
                 elif noise is not None:
                     moment_codec.stochastic_round_into(updated, codes, noise)
                     noise = noise.bitwise_left_shift(16)  # the lower half serves the second moment

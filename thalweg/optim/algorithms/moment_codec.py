@@ -96,8 +96,9 @@ def _codebook(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def quantize_moment(values: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> None:
-    """Quantise fp32 ``values`` (rows, columns) into ``codes`` (the same) and ``scales`` (rows, blocks)."""
+    """Quantise fp32 ``values``, whole rows, into ``codes`` (as many) and ``scales`` (rows, blocks)."""
     _, by_bits = _codebook(signed, values.device)
+    values, codes = (tensor.view(len(scales), -1) for tensor in (values, codes))
     rows, columns = values.shape
     full_columns = columns // BLOCK_SIZE * BLOCK_SIZE
     for start, stop, size in ((0, full_columns, BLOCK_SIZE), (full_columns, columns, columns - full_columns)):
@@ -114,8 +115,9 @@ def quantize_moment(values: Tensor, codes: Tensor, scales: Tensor, signed: bool)
 
 
 def dequantize_moment(codes: Tensor, scales: Tensor, signed: bool, out: Tensor) -> None:
-    """The inverse of :func:`quantize_moment`, into ``out`` (rows, columns) fp32."""
+    """The inverse of :func:`quantize_moment`, into ``out`` (fp32)."""
     values, _ = _codebook(signed, codes.device)
+    codes, out = (tensor.view(len(scales), -1) for tensor in (codes, out))
     rows, columns = codes.shape
     full_columns = columns // BLOCK_SIZE * BLOCK_SIZE
     torch.index_select(values, 0, codes.to(torch.int32).view(-1), out=out.view(-1))
@@ -195,9 +197,7 @@ def convert_moments(
         state |= zeros_moment(param, moment, dtype_name)
         stored = to_local(state[moment])
         if in_int8:
-            rows = fp32_values.shape[0]
-            scales = to_local(state[scale_key])
-            quantize_moment(fp32_values.view(rows, -1), stored.view(rows, -1), scales, is_signed(moment))
+            quantize_moment(fp32_values, stored, to_local(state[scale_key]), is_signed(moment))
         else:
             stored.copy_(fp32_values)
 
@@ -209,7 +209,7 @@ def read_moment_fp32(param: Tensor, state: Mapping[str, Any], moment: str) -> Te
     if scales is None:
         return piece.to(torch.float32, copy=True)
     fp32_values = torch.empty(piece.shape, dtype=torch.float32, device=piece.device)
-    if rows := piece.shape[0]:
+    if piece.shape[0]:
         scales = to_local(match_layout(scales, param, getattr(param, "placements", ())))
-        dequantize_moment(piece.view(rows, -1), scales, is_signed(moment), fp32_values.view(rows, -1))
+        dequantize_moment(piece, scales, is_signed(moment), fp32_values)
     return fp32_values

@@ -201,11 +201,8 @@ class Muon(dtensor_local.StepMixin, torch.optim.Optimizer):
         if group["adjust_lr_fn"] == "match_rms_adamw":
             scale = 0.2 * math.sqrt(max(rows, cols))
         lr = float(group["lr"])
-        piece = to_local(param)
-        work = dtensor_local.upcast_half(piece)
-        work.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * scale)
-        if work is not piece:
-            piece.copy_(work)
+        with dtensor_local.working_pieces([param]) as (work,):
+            work.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * scale)
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]

@@ -37,19 +37,12 @@ from thalweg.comm import CommsLog
 from thalweg.comm.collectives.onebit import OneBitAllReduce
 from thalweg.comm.collectives.reducer import ReplicaSync
 from thalweg.comm.topology import HostTopology
-from thalweg.device import takes_tensors_of, widest_float
+from thalweg.device import widest_float
 from thalweg.optim import dtensor_local, foreach
 from thalweg.optim.algorithms.elementwise import Adam
 from thalweg.optim.algorithms.fused_adam import AbstractAdam, fused_adam_step
 from thalweg.optim.algorithms.lamb import Lamb, init_adam_state
-from thalweg.optim.dtensor_local import (
-    all_reduce_tensors_,
-    get_worker_axis,
-    to_local,
-    trainable_params,
-    working_copies,
-    working_pieces,
-)
+from thalweg.optim.dtensor_local import get_worker_axis, to_local, trainable_params, working_copies, working_pieces
 from thalweg.optim.norms import square_sums
 from thalweg.parallel_dims import control_group
 
@@ -90,9 +83,7 @@ class MomentumExchange:
                 "parameters (experts?) are held by the same ranks: use Adam or Lamb"
             )
         pieces = [to_local(param) for param in params]
-        topology = HostTopology.discover(
-            group, None if takes_tensors_of(group, torch.device("cpu")) else pieces[0].device
-        )
+        topology = HostTopology.discover(group, pieces[0].device)
         from thalweg.ops.onebit import get_onebit_code  # LLVM is loaded for those who compress
 
         numels, device, first = [p.numel() for p in pieces], pieces[0].device, params[0]
@@ -229,7 +220,7 @@ class CompressedMixin:
         pieces = [to_local(self.state[p]["exp_avg_sq"]) for p in params]
         sums = [piece.sum(dtype=widest_float(piece.device)).reshape(1) for piece in pieces]
         if sums:
-            all_reduce_tensors_(sums, dtensor_local.get_shard_groups(params))
+            dtensor_local.all_reduce_tensors_(sums, dtensor_local.get_shard_groups(params))
         totals = torch.cat([s.to(sums[0].device) for s in sums]).tolist() if sums else []  # see ``square_sums``
         return [total / max(1, p.numel()) for total, p in zip(totals, params, strict=True)]
 
@@ -426,8 +417,8 @@ class OneBitLamb(WarmupMixin, Lamb):
                 updates.append(directions[-1] + group["weight_decay"] * piece)
             sums = torch.stack([square_sums(directions), square_sums(updates)], dim=1)
             shard_groups = dtensor_local.get_shard_groups(params)
-            all_reduce_tensors_(sums.unbind(), shard_groups)
-            all_reduce_tensors_(maxima, shard_groups, dist.ReduceOp.MAX)
+            dtensor_local.all_reduce_tensors_(sums.unbind(), shard_groups)
+            dtensor_local.all_reduce_tensors_(maxima, shard_groups, dist.ReduceOp.MAX)
             norms, quotients = sums.sqrt().tolist(), torch.cat([m.to(sums.device) for m in maxima]).tolist()
             for i, (state, group) in enumerate(zip(states, groups, strict=True)):
                 factor = self._next_factor(float(state["factor"]), quotients[i], *norms[i])

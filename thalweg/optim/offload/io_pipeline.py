@@ -33,6 +33,7 @@ page belongs to two chunks, and neighbours in the file can be read and written i
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +47,6 @@ from thalweg.storage_io.evictable_memory import BufferRing
 from thalweg.storage_io.io_threads import IoFuture, IoThreadPool, combine_futures
 from thalweg.storage_io.swap_file import SwapFile
 from thalweg.utils.log import get_logger
-from thalweg.utils.threads import set_single_threaded
 
 _log = get_logger("optim")
 _SLOW_DISK_RATE = 300e6  # bytes a second; below this a disk is worth a word
@@ -211,6 +211,19 @@ def merge_adjacent(io_ranges: Iterable[IoRange]) -> list[IoRange]:
 
 def _start_transfers(transfer: Callable[[int, Tensor], IoFuture], io_ranges: list[IoRange], buffer: Tensor) -> IoFuture:
     return combine_futures(transfer(at, buffer[start : start + nbytes]) for at, start, nbytes in io_ranges)
+
+
+def set_single_threaded() -> None:
+    """Let torch's operations of this thread run on it alone, and leave all others as they are.
+
+    torch keeps the number of threads twice: for each thread (OpenMP's own), and as a default for threads that
+    are yet to compute.  ``set_num_threads`` sets both; a short-lived thread sets the default back.
+    """
+    default = torch.get_num_threads()
+    torch.set_num_threads(1)
+    restorer = threading.Thread(target=torch.set_num_threads, args=(default,))
+    restorer.start()
+    restorer.join()
 
 
 ChunkFn = Callable[[IoChunk, Tensor], None]

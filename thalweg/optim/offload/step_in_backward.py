@@ -463,9 +463,8 @@ class StepInBackward(InMemoryStep, StepListener):
             return
         norms = {param: compute_partial_norm(local_grad(param)) for param in params}
         self.partial_norms |= norms
-        if self.skipped_units or not all(
-            norm.is_finite for norm in norms.values()
-        ):  # the step is lost: nothing more of it is worth doing
+        are_finite = all(norm.is_finite for norm in norms.values())
+        if self.skipped_units or not are_finite:  # the step is lost: nothing more of it is worth doing
             self.skipped_units.append(unit or "the root")
             for param in params:
                 param.grad = None

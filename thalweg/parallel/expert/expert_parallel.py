@@ -157,8 +157,7 @@ def shard_experts(
             meshes_by_size[num_ranks] = _build_expert_mesh(meshes, num_ranks, tp_layout, ledger)
         ep_group, mesh = meshes_by_size[num_ranks]
         for shard_spec in layer.shard_specs(num_ranks):
-            parameter = shard_spec.module._parameters[shard_spec.key]
-            assert parameter is not None
+            parameter = shard_spec.module.get_parameter(shard_spec.key)
             tp_placement = None if tp_layout is None else tp_layout.tp_placements.get(f"{name}.{shard_spec.name}")
             shard_spec.module._parameters[shard_spec.key] = _shard_parameter(
                 parameter, shard_spec.spec, tp_placement, mesh, ep_group.rank, data_group

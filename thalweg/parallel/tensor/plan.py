@@ -28,6 +28,7 @@ from thalweg.parallel.tensor.heads import (
     query_spec,
 )
 from thalweg.parallel.tensor.layers import SharedRows
+from thalweg.utils.trees import first_positive_int
 
 LayerKind = Literal[
     "column", "row", "embedding", "head", "grad_all_reduce", "experts", "head_columns", "replicated",
@@ -139,19 +140,15 @@ def heads_from_config(config: Any) -> AttentionHeads | None:
     """The heads that a config describes, or None."""
     get_text_config = getattr(config, "get_text_config", None)
     config = get_text_config() if callable(get_text_config) else config
-
-    def first_int(*names: str) -> int | None:
-        values = (getattr(config, name, None) for name in names)
-        return next((value for value in values if isinstance(value, int) and value > 0), None)
-
-    num_heads = first_int("num_attention_heads", "n_head", "num_heads")
-    hidden_size = first_int("hidden_size", "n_embd", "d_model")
+    num_heads = first_positive_int(config, "num_attention_heads", "n_head", "num_heads")
+    hidden_size = first_positive_int(config, "hidden_size", "n_embd", "d_model")
     if num_heads is None or hidden_size is None:
         return None
-    num_kv_heads = first_int("num_key_value_heads", "num_kv_heads") or num_heads
+    num_kv_heads = first_positive_int(config, "num_key_value_heads", "num_kv_heads") or num_heads
     if getattr(config, "model_type", None) == "falcon" and not config.new_decoder_architecture:
         num_kv_heads = 1 if config.multi_query else num_heads
-    return AttentionHeads(num_heads, num_kv_heads, first_int("head_dim", "d_kv") or hidden_size // num_heads)
+    head_dim = first_positive_int(config, "head_dim", "d_kv") or hidden_size // num_heads
+    return AttentionHeads(num_heads, num_kv_heads, head_dim)
 
 
 # Roles
@@ -326,7 +323,6 @@ _HF_ROLES |= {"packed_colwise": "gate_up_fused", "replicated_with_grad_allreduce
 def _per_head_role(module: nn.Module, role: str, heads: AttentionHeads) -> str:
     """The role in whole heads that a linear layer of attention has by its width."""
     weight = _get_weight(getattr(module, "base_layer", module))
-    assert weight is not None
     out_features, in_features = weight.shape[::-1] if type(module).__name__ == "Conv1D" else weight.shape
     if role == "row":
         return "out" if in_features == heads.num_heads * heads.head_dim else role

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg.comm.error_agreement import all_ranks_or_raise
+from thalweg.comm.topology import HostTopology
 from thalweg.config.schema.parallel import TPPartition
 from thalweg.deferred_init.context import has_meta_tensors, materialize_module
 from thalweg.deferred_init.op_graph import is_meta
@@ -259,6 +260,31 @@ def _replace_forwards(model: nn.Module, plan: TpPlan, tp_group: ParallelGroup, k
         assert plan.head_assignment is not None
         span, num_heads = (plan.head_assignment.query_spans[tp_group.rank], plan.head_assignment.heads.num_heads)
         replace_forward(module, layers.slice_head_args(module, arg_names, span, num_heads))
+
+
+def warn_cross_host_groups(
+    group: dist.ProcessGroup, world_group: dist.ProcessGroup, num_blocks: int, hidden_size: int, device: torch.device
+) -> int:
+    """The most hosts that any tensor group lies on; rank 0 warns above one, with the traffic; collective.
+
+    A tensor group adds up one activation four times a block and step (Megatron-LM): the densest traffic there is.  The
+    mesh makes neighbours of its ranks, which a launcher puts on one host; where the ranks of a host are no multiple of
+    the group's size, some group lies on two.
+
+    ``hidden_size``: elements of an activation a token; ``num_blocks``: blocks that are split.
+    """
+    max_hosts = torch.tensor([HostTopology.discover(group, device).num_hosts], device=device)
+    dist.all_reduce(max_hosts, op=dist.ReduceOp.MAX, group=world_group)
+    num_hosts, size = int(max_hosts), dist.get_world_size(group)
+    if num_hosts > 1 and dist.get_rank(world_group) == 0:
+        # By the ring form of an all-reduce: 2(n-1)/n of it from each rank.
+        kib = 4 * num_blocks * hidden_size * 4 * 2 * (size - 1) / size / 1024
+        _log.warning(
+            f"tensor_parallel.autotp_size = {size}: a group of ranks that split each layer lies on {num_hosts} hosts, "
+            f"so each rank sends {kib:.1f} KiB a token and step (fp32, {num_blocks} blocks) over the network; "
+            f"ranks a host in multiples of {size}, or a size that divides them, keep it inside"
+        )
+    return num_hosts
 
 
 def has_dropout(model: nn.Module) -> bool:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from thalweg.utils.trees import first_positive_int
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -115,7 +117,7 @@ def infer_input_spec(model: nn.Module, micro_batch: int, sequence_length: int | 
     if "pixel_values" in names and "return_loss" in names and hasattr(config, "vision_config"):
         return _image_text_inputs(model, config, micro_batch, sequence_length)
     length = _resolve_sequence_length(model, config, sequence_length)
-    vocab_size = _first_positive_int(config, "vocab_size") or 2
+    vocab_size = first_positive_int(config, "vocab_size") or 2
     tokens = next((name for name in names if name in ("input_ids", "tokens", "tokens_BT", "idx")), None)
     if tokens is None:
         raise ValueError(_cannot_infer_message(model, names))
@@ -158,7 +160,7 @@ def _position_offset(positions: nn.Embedding) -> int:
 
 def default_sequence_length(config: Any) -> int:
     """The longest sequence that a model's config allows, at most 1,024."""
-    longest = _first_positive_int(config, "max_position_embeddings", "n_positions", "block_size", "max_seq_len")
+    longest = first_positive_int(config, "max_position_embeddings", "n_positions", "block_size", "max_seq_len")
     return min(longest or 1024, 1024)
 
 
@@ -171,7 +173,7 @@ def _to_empty(leaf: Any) -> Any:
 
 
 def _label_spec(model: nn.Module, config: Any, batch_size: int, sequence_length: int, vocab_size: int) -> TensorSpec:
-    name, num_labels = type(model).__name__, _first_positive_int(config, "num_labels") or 2
+    name, num_labels = type(model).__name__, first_positive_int(config, "num_labels") or 2
     if name.endswith("ForSequenceClassification"):
         return TensorSpec((batch_size,), torch.int64, num_labels)
     high = num_labels if name.endswith("ForTokenClassification") else vocab_size
@@ -181,12 +183,12 @@ def _label_spec(model: nn.Module, config: Any, batch_size: int, sequence_length:
 def _image_inputs(model: nn.Module, config: Any, names: list[str], batch_size: int) -> InputSpec:
     size = getattr(config, "image_size", 224)
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    shape = (batch_size, _first_positive_int(config, "num_channels") or 3, height, width)
+    shape = (batch_size, first_positive_int(config, "num_channels") or 3, height, width)
     inputs = {"pixel_values": TensorSpec(shape, torch.float32)}
     name = type(model).__name__
     if "labels" in names and "Detection" not in name and "MaskedImage" not in name:
         shape = (batch_size, height, width) if name.endswith("Segmentation") else (batch_size,)
-        inputs["labels"] = TensorSpec(shape, torch.int64, _first_positive_int(config, "num_labels") or 2)
+        inputs["labels"] = TensorSpec(shape, torch.int64, first_positive_int(config, "num_labels") or 2)
     return InputSpec(kwargs=inputs)
 
 
@@ -194,7 +196,7 @@ def _audio_inputs(
     model: nn.Module, config: Any, names: list[str], batch_size: int, requested_length: int | None
 ) -> InputSpec:
     """Spectra as Whisper and its like take them (always a whole window), or samples; texts as labels."""
-    frames, bands = (_first_positive_int(config, "max_source_positions"), _first_positive_int(config, "num_mel_bins"))
+    frames, bands = (first_positive_int(config, "max_source_positions"), first_positive_int(config, "num_mel_bins"))
     if "input_features" in names and frames and bands:
         strides = [module.stride[0] for module in model.modules() if isinstance(module, nn.Conv1d)]
         shape: tuple[int, ...] = (batch_size, bands, frames * prod(strides))
@@ -205,13 +207,13 @@ def _audio_inputs(
         raise ValueError(_cannot_infer_message(model, names))
     inputs = {("input_features" if "input_features" in names else "input_values"): TensorSpec(shape, torch.float32)}
     if "labels" in names and "decoder_input_ids" in names:
-        max_positions = _first_positive_int(config, "max_target_positions") or 1024
+        max_positions = first_positive_int(config, "max_target_positions") or 1024
         if requested_length is not None and requested_length > max_positions:
             raise ValueError(
                 f"sequence_length {requested_length} is longer than the {max_positions} positions of "
                 f"{type(model).__name__}"
             )
-        vocab_size = _first_positive_int(config, "vocab_size") or 2
+        vocab_size = first_positive_int(config, "vocab_size") or 2
         length = min(requested_length or default_sequence_length(config), max_positions)
         inputs["labels"] = TensorSpec((batch_size, length), torch.int64, vocab_size)
     return InputSpec(kwargs=inputs)
@@ -222,12 +224,7 @@ def _image_text_inputs(model: nn.Module, config: Any, batch_size: int, requested
     text = getattr(config, "text_config", config)
     length = _resolve_sequence_length(model, text, requested_length)
     inputs: dict[str, Any] = {
-        "input_ids": TensorSpec((batch_size, length), torch.int64, _first_positive_int(text, "vocab_size") or 2),
+        "input_ids": TensorSpec((batch_size, length), torch.int64, first_positive_int(text, "vocab_size") or 2),
         **_image_inputs(model, config.vision_config, ["pixel_values"], batch_size).kwargs,
     }
     return InputSpec(kwargs={**inputs, "return_loss": True})
-
-
-def _first_positive_int(config: Any, *names: str) -> int | None:
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, cast
 
 import torch
@@ -79,9 +78,7 @@ def make_pager(
     shared = run_spec.storage_kind == "shared"
     units = {}
     for name, members in specs_by_unit.items():
-        packed_bytes = sum(
-            round_up(prod(param_spec.padded_shape) * param_spec.compute_dtype.itemsize) for param_spec in members
-        )
+        packed_bytes = sum(round_up(spec.shard_numel * spec.compute_dtype.itemsize) for spec in members)
         unsharded_bytes = sum(param_spec.unsharded_bytes for param_spec in members) if shared else 0
         units[name] = FakePagedUnit(rank_memory, name, packed_bytes, unsharded_bytes)
     barrier: Any = (lambda name: None) if shared else None  # all ranks are here
@@ -119,7 +116,7 @@ def plan_streamed_update(
 def _make_param_step(
     param_spec: ParamSpec, is_paged: bool, state_dtypes: Sequence[torch.dtype], run_spec: RunSpec
 ) -> ParamStep:
-    numel, next_offset = prod(param_spec.padded_shape), 0
+    numel, next_offset = param_spec.shard_numel, 0
     master_on_disk = is_paged or run_spec.master_on_disk(param_spec)
     operands: dict[str, StepTensor] = {}
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 
 from thalweg.device import LARGE_BLOCK_BYTES
 from thalweg.optim.offload.step_in_backward import BUFFER_BYTES, MAX_PENDING_UPDATES
@@ -185,9 +184,7 @@ class _Replay:
         if not (self.run_spec.updates_in_backward and self.run_spec.optimizer_on_disk):
             return 0
         dtypes, units = self.trace.state_dtypes, self._trained_by_unit()
-        state_sizes = (
-            [prod(spec.padded_shape) * dtype.itemsize for spec in unit for dtype in dtypes] for unit in units
-        )
+        state_sizes = ([spec.shard_numel * dtype.itemsize for spec in unit for dtype in dtypes] for unit in units)
         return max((sum(size for size in unit if size < LARGE_BLOCK_BYTES) for unit in state_sizes), default=0)
 
     def _update_events(self, first: bool) -> list[TraceEvent]:
@@ -254,7 +251,7 @@ class _Replay:
     def _compute_disk_bytes(self) -> int:
         total = 0
         for name, param_spec in self.trace.param_specs.items():
-            numel, paged = prod(param_spec.padded_shape), name in self.disk_params
+            numel, paged = param_spec.shard_numel, name in self.disk_params
             if paged:
                 total += round_up(numel * param_spec.compute_dtype.itemsize)
             if self.run_spec.master_on_disk(param_spec) or (paged and param_spec.has_copy):
@@ -262,7 +259,7 @@ class _Replay:
         if self.run_spec.optimizer_on_disk:
             for param_spec in (spec for members in self._trained_by_unit() for spec in members):
                 sizes = [param_spec.master_dtype.itemsize, *(dtype.itemsize for dtype in self.trace.state_dtypes)]
-                total += sum(round_up(prod(param_spec.padded_shape) * size) for size in sizes)
+                total += sum(round_up(param_spec.shard_numel * size) for size in sizes)
             if self.run_spec.updates_in_backward:  # second places for all that an update writes
                 total += self.streamed_update.written_bytes
         return total
@@ -275,7 +272,7 @@ class _Replay:
             return offloaded
         resident = [spec for name, spec in self.trace.param_specs.items() if name not in self.disk_params]
         total = offloaded + sum(map(shard_bytes, resident))
-        total += sum(prod(spec.padded_shape) * spec.compute_dtype.itemsize for spec in resident if spec.is_mixed)
+        total += sum(spec.shard_numel * spec.compute_dtype.itemsize for spec in resident if spec.is_mixed)
         grads = sorted((unit.sharded_grad_bytes for unit in self.trace.units if unit.is_trainable), reverse=True)
         if self.run_spec.updates_in_backward:  # a unit's is reduced while those before it wait for the disk
             grads = grads[: 1 + MAX_PENDING_UPDATES]
@@ -285,7 +282,7 @@ class _Replay:
         total += int(sum(grads) * (1 + sent % 1))
         if not self.run_spec.optimizer_on_disk:
             sizes = sum(dtype.itemsize for dtype in self.trace.state_dtypes)
-            total += sizes * sum(prod(s.padded_shape) for members in self._trained_by_unit() for s in members)
+            total += sizes * sum(s.shard_numel for members in self._trained_by_unit() for s in members)
         packed_sizes = sorted((page.packed_bytes for page in self.paged_units.values()), reverse=True)
         largest = packed_sizes[: self.run_spec.zero.offload_param.buffer_count]
         return total + sum(largest) + self.streamed_update.buffer_bytes

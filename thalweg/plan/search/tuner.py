@@ -25,7 +25,6 @@ from thalweg.plan.result import Plan
 from thalweg.plan.search.search import PlanCache, tuning_space
 from thalweg.utils.procfs import resident_bytes
 
-ProgressCallback = Callable[[str], None]
 # Room for what the plan does not know, before a child is stopped for its memory.
 _MEMORY_SLACK = 1.3
 
@@ -78,7 +77,7 @@ def tune(
     *,
     num_measured: int = 3,
     timeout: float = 120.0,
-    progress: ProgressCallback,
+    progress: Callable[[str], None],
 ) -> TuneResult:
     """Plan every candidate around ``config`` and measure the best ``num_measured``.
 

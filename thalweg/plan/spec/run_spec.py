@@ -14,7 +14,7 @@ from thalweg.config.schema.base import get_by_path, replace_by_path
 from thalweg.config.schema.optimizer import COMPRESSED_OPTIMIZERS, canonical_name
 from thalweg.config.schema.parallel import TPPartition
 from thalweg.config.schema.training import GradientCompressionConfig, Optimizer, OuterOptimizerConfig, Tiling
-from thalweg.optim import build_optimizer
+from thalweg.optim.build import build_optimizer, get_optimizer_params
 from thalweg.optim.offload.nvme_step import is_elementwise
 from thalweg.optim.offload.policy import may_step_in_backward
 from thalweg.zero.shard import ShardOptions
@@ -190,7 +190,7 @@ def run_spec_from_config(config: Config, topology: RankTopology, options: ShardO
         accumulation_steps=int(config.gradient_accumulation_steps),
         micro_batch_size=int(config.train_micro_batch_size_per_gpu),
         optimizer=None if optimizer is None else optimizer.type,
-        optimizer_params=_optimizer_params(config),
+        optimizer_params=get_optimizer_params(config),
         autocast_dtype=autocast,
         linear_kernels=config.cpu_kernels,
         may_step_in_backward=may_step_in_backward(config, on_cpu=topology.device == "cpu"),
@@ -221,14 +221,6 @@ def _activation_offload_device(config: Config) -> str:
     return "cpu" if section.cpu_checkpointing and not config.compile.enabled else section.offload
 
 
-def _optimizer_params(config: Config) -> dict[str, Any]:
-    """Its keywords, as ``parallelize.py`` gives them."""
-    params = dict(config.optimizer.params) if config.optimizer is not None else {}
-    if config.bf16.bf16_optimizer_states:
-        params.setdefault("state_dtype", "bf16")
-    return params
-
-
 def with_optimizer(config: Config, optimizer: Any) -> Config:
     """``config`` with the optimizer that a program has built itself, where it is one of torch's.
 
@@ -249,7 +241,7 @@ def _is_elementwise(config: Config) -> bool:
         return True
     probe = nn.Parameter(torch.zeros(2, 2))
     try:
-        return is_elementwise(build_optimizer(config.optimizer.type, [probe], _optimizer_params(config)))
+        return is_elementwise(build_optimizer(config.optimizer.type, [probe], get_optimizer_params(config)))
     except ValueError:  # an optimizer that wants to see the model
         return False
 

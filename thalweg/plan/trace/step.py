@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from thalweg.comm import CommsLog
 from thalweg.nn.losses.lazy_logits import LossTiling
 from thalweg.nn.losses.tiled_cross_entropy import tile_rows
 from thalweg.nn.tiling import apply_tiling
-from thalweg.optim import build_optimizer
+from thalweg.optim.build import build_optimizer
 from thalweg.plan.inputs.input_spec import InputSpec, TensorSpec
 from thalweg.plan.spec.run_spec import RunSpec
 from thalweg.plan.trace.alloc_recorder import AllocationRecorder, TraceEvent
@@ -39,7 +38,7 @@ from thalweg.plan.trace.fsdp_events import FsdpEventSource, FsdpUnitEvents, Unit
 from thalweg.plan.trace.gpu_kernels import GpuKernelMode
 from thalweg.plan.trace.offload_recorder import OffloadRecorder
 from thalweg.utils.dtypes import parse_dtype
-from thalweg.utils.trees import get_loss, iter_tensors
+from thalweg.utils.trees import first_positive_int, get_loss, iter_tensors
 from thalweg.zero.policy import ZeroPolicy
 from thalweg.zero.shard import make_param_specs
 from thalweg.zero.storage.base import ParamSpec
@@ -150,7 +149,7 @@ def build_param_specs(model: nn.Module, run_spec: RunSpec) -> dict[str, ParamSpe
 
 def shard_bytes(param_spec: ParamSpec) -> int:
     """Bytes of one rank's padded shard, in the master dtype."""
-    return prod(param_spec.padded_shape) * param_spec.master_dtype.itemsize
+    return param_spec.shard_numel * param_spec.master_dtype.itemsize
 
 
 def resident_params(param_specs: dict[str, ParamSpec], model: nn.Module, run_spec: RunSpec) -> dict[str, ParamSpec]:
@@ -193,7 +192,7 @@ def _install_unit_hooks(
     model: nn.Module, units: dict[str, nn.Module], param_specs: dict[str, ParamSpec], source: FsdpEventSource
 ) -> list[UnitInfo]:
     """Hang the units' hooks on the model; the root's unit comes first."""
-    precision, num_shards = source.run_spec.precision, source.run_spec.num_shards
+    precision = source.run_spec.precision
     unit_names = ("", *source.run_spec.fp32_modules, *units)
     by_unit: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in unit_names}
     for name, parameter in model.named_parameters():
@@ -212,8 +211,7 @@ def _install_unit_hooks(
             unit_name,
             gather_bytes=sum(spec.unsharded_bytes for spec in specs),
             reduce_bytes=sum(spec.padded_numel for spec in trained) * precision.reduce_dtype.itemsize,
-            sharded_grad_bytes=sum(spec.padded_numel // num_shards for spec in trained)
-            * precision.master_dtype.itemsize,
+            sharded_grad_bytes=sum(spec.shard_numel for spec in trained) * precision.master_dtype.itemsize,
             is_trainable=bool(trained),
             param_names=[name for name, _ in members],
         )
@@ -231,10 +229,9 @@ def _find_unit(name: str, fp32_modules: tuple[str, ...], units: dict[str, nn.Mod
 
 def _apply_tiling(model: nn.Module, run_spec: RunSpec) -> LossTiling | None:
     section = run_spec.tiling
-    if not run_spec.on_cpu and section.loss_tokens is None:  # the fakes say that they are on a CPU
-        size = getattr(getattr(model, "config", None), "vocab_size", None)
-        if isinstance(size, int) and size > 0:
-            section = section.model_copy(update={"loss_tokens": tile_rows(1 << 40, size, "cuda")})
+    size = first_positive_int(getattr(model, "config", None), "vocab_size")
+    if size is not None and not run_spec.on_cpu and section.loss_tokens is None:  # the fakes say that they are on a CPU
+        section = section.model_copy(update={"loss_tokens": tile_rows(1 << 40, size, "cuda")})
     return apply_tiling(model, section)
 
 

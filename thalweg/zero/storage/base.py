@@ -28,7 +28,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any, Literal, Protocol
 
 import torch
@@ -76,9 +75,14 @@ class ParamSpec:
         return (self.rows_per_shard, *self.shape[1:])
 
     @property
+    def shard_numel(self) -> int:
+        """Elements of a padded shard."""
+        return self.rows_per_shard * self.shape[1:].numel()
+
+    @property
     def padded_numel(self) -> int:
         """Elements of all padded shards together."""
-        return self.num_shards * prod(self.padded_shape)
+        return self.num_shards * self.shard_numel
 
     @property
     def unsharded_bytes(self) -> int:
@@ -92,10 +96,10 @@ def describe_uneven_shards(param_specs: Iterable[ParamSpec]) -> str | None:
     None where that is little: they are padded by a quarter or less, or add no more than a twentieth to all shards.
     """
     specs = list(param_specs)
-    uneven = [spec for spec in specs if len(spec.shape) > 1 and spec.padded_numel > 1.25 * prod(spec.shape)]
+    uneven = [spec for spec in specs if len(spec.shape) > 1 and spec.padded_numel > 1.25 * spec.shape.numel()]
     held = sum(spec.padded_numel * spec.master_dtype.itemsize // spec.num_shards for spec in uneven)
-    even = sum(prod(spec.shape) * spec.master_dtype.itemsize // spec.num_shards for spec in uneven)
-    whole = sum(prod(spec.shape) * spec.master_dtype.itemsize // spec.num_shards for spec in specs)
+    even = sum(spec.shape.numel() * spec.master_dtype.itemsize // spec.num_shards for spec in uneven)
+    whole = sum(spec.shape.numel() * spec.master_dtype.itemsize // spec.num_shards for spec in specs)
     if held - even <= 0.05 * whole:
         return None
     largest = max(uneven, key=lambda spec: spec.padded_numel)
@@ -222,7 +226,7 @@ def view_unsharded(
     spec: ParamSpec, rank: int, arena: SharedMemoryArena, offset: int, private: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The unsharded tensor at ``offset`` of the arena, and this rank's rows of it, which its peers see."""
-    row_bytes = prod(spec.padded_shape) * spec.compute_dtype.itemsize
+    row_bytes = spec.shard_numel * spec.compute_dtype.itemsize
     local_rows = arena.tensor(offset + rank * row_bytes, spec.padded_shape, spec.compute_dtype)
     return arena.tensor(offset, spec.shape, spec.compute_dtype, private=private), local_rows
 

@@ -53,7 +53,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Literal
 
 import torch
@@ -408,7 +407,7 @@ def select_paged_units(
     names = [name for name in units if name not in set(resident_units)]
     eviction_order = [name for name in names if name == ""] + [name for name in reversed(names) if name != ""]
     for name in eviction_order:
-        size = sum(prod(spec.padded_shape) for spec in units[name])
+        size = sum(spec.shard_numel for spec in units[name])
         if size > budget:
             break
         budget -= size
@@ -492,7 +491,7 @@ def build_param_paging(
         master_specs = [
             spec
             for spec in param_specs.values()
-            if spec.requires_grad and spec.master_dtype != spec.compute_dtype and prod(spec.padded_shape) > 0
+            if spec.requires_grad and spec.master_dtype != spec.compute_dtype and spec.shard_numel > 0
         ]
         if not master_specs or storage_kind == "wire":
             return None
@@ -555,8 +554,8 @@ class NvmeMasterStorage(PagedShardStorage):
 
 
 def _packed_bytes(spec: ParamSpec) -> int:
-    return round_up(prod(spec.padded_shape) * spec.compute_dtype.itemsize)
+    return round_up(spec.shard_numel * spec.compute_dtype.itemsize)
 
 
 def _master_bytes(spec: ParamSpec) -> int:
-    return round_up(prod(spec.padded_shape) * spec.master_dtype.itemsize)
+    return round_up(spec.shard_numel * spec.master_dtype.itemsize)

@@ -26,11 +26,6 @@ Orders = tuple[tuple[Action, ...], ...]
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 
-def stages_per_rank(name: ScheduleName, num_virtual_stages: int = 2) -> int:
-    """How many stages each rank holds: 2 where the placement is a V, ``num_virtual_stages`` where it is interleaved."""
-    return len(assign_stages(name, 1, num_virtual_stages))
-
-
 def build_schedule(
     name: ScheduleName, num_ranks: int, num_micro_batches: int, *, num_virtual_stages: int = 2
 ) -> PipelineSchedule:
@@ -59,7 +54,8 @@ def build_schedule(
 
 
 def assign_stages(name: ScheduleName, num_ranks: int, num_virtual_stages: int = 2) -> tuple[int, ...]:
-    """The rank of each stage: in turn, or down the ranks and up again."""
+    """The rank of each stage: in turn (each rank has ``num_virtual_stages`` where they are interleaved, else one), or
+    down the ranks and up again, two stages a rank."""
     if name in ("zbv", "dualpipev"):
         return (*range(num_ranks), *reversed(range(num_ranks)))
     return tuple(range(num_ranks)) * (num_virtual_stages if name == "interleaved" else 1)

@@ -51,9 +51,7 @@ class LinearOp:
     @property
     def weight(self) -> Tensor:
         """Its matrix."""
-        weight = self.module._parameters["weight"]
-        assert weight is not None
-        return weight
+        return self.module.get_parameter("weight")
 
 
 @dataclass
@@ -136,8 +134,7 @@ def _match_linear_op(name: str, module: nn.Module, args: Any, output: Any) -> Li
     """What the module did, if it was a product of its one argument with its weight, in either layout."""
     if len(args) != 1 or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
         return None
-    x, weight, bias = args[0], module._parameters["weight"], module._parameters.get("bias")
-    assert weight is not None
+    x, weight, bias = args[0], module.get_parameter("weight"), module._parameters.get("bias")
     if not x.is_floating_point() or x.dtype != weight.dtype or x.ndim < 2 or x.shape[:-1] != output.shape[:-1]:
         return None
     out_dim = 0 if isinstance(module, nn.Linear) else 1
