@@ -111,6 +111,11 @@ def test_what_cannot_be_is_named() -> None:
             for wrong in (option.minimum - 1, 1.5, True):
                 with pytest.raises(ValueError, match=f"{name} is {wrong}; it must be a whole number of at least"):
                     EngineConfig(**{name: wrong})
+    for quant in (True, "int8", {"weight": 4}):
+        with pytest.raises(ValueError, match=r"quant is .*; it must be a section with enabled, and weight"):
+            from_deepspeed_config({"quant": quant})
+    with pytest.raises(ValueError, match=r"quant.weight.num_bits is 8 bits; it must be 4 or 8"):
+        from_deepspeed_config({"quant": {"weight": {"num_bits": "8 bits"}}})
     with pytest.raises(ValueError, match="give max_num_seqs once"):
         EngineConfig(max_num_seqs=4, max_batch=5)
     with pytest.raises(ValueError, match="give max_model_len once"):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +26,7 @@ from tests.unit.infer_models import tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.models import build_decoder_spec
 from thalweg.infer.models.spec import LinearSpec
+from thalweg.infer.parallel import process_group
 from thalweg.infer.parallel.executor import start_worker
 from thalweg.infer.parallel.process_group import InferenceGroup, WorkerDiedError, connect_by_store
 from thalweg.infer.parallel.shard import shard_for_rank, shard_stage, vocab_range
@@ -42,6 +45,22 @@ def _one_thread() -> None:
 
 def options(**fields: Any) -> EngineConfig:
     return EngineConfig(**({"max_batch": 4, "max_length": 96, "max_step_tokens": 16, "dtype": "fp32"} | fields))
+
+
+def test_nobody_watches_for_a_group_that_was_dropped() -> None:
+    class Dropped:
+        _closed = threading.Event()
+
+    with subprocess.Popen(["sleep", "60"]) as process:
+        group: Any = Dropped()
+        process_group._watch_processes(weakref.ref(group), {1: process.pid})
+        (watch,) = [thread for thread in threading.enumerate() if thread.name == "thalweg-infer-watch"]
+        time.sleep(0.5)
+        assert watch.is_alive()
+        del group
+        watch.join(5.0)
+        process.kill()
+    assert not watch.is_alive()
 
 
 def tokens(engine: Any, new: int = 8) -> dict[str, list[int]]:

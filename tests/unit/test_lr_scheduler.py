@@ -268,6 +268,14 @@ def test_a_group_that_joins_later_keeps_its_rate() -> None:
     assert later == optimizer.param_groups[1]["lr"] == 0.02
 
 
+def test_one_cycle_tells_its_momenta_where_a_group_has_joined() -> None:
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=0.1, betas=(0.5, 0.99))
+    schedule = OneCycle(optimizer, 0.1, 1.0, cycle_first_step_size=2)
+    before = schedule.get_mom()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    assert schedule.get_mom() == before and len(before or []) == 1
+
+
 def test_one_cycle_tells_its_momenta() -> None:
     """`get_mom` gives each group's betas with the momentum of the iteration; a cycle may have no second half."""
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=0.1, betas=(0.5, 0.99))

@@ -220,6 +220,18 @@ def test_conform_reads_what_it_wrote() -> None:
         assert (read_moment_fp32(params[0], state, ADAM_MOMENTS[0]) - exact).abs().max() < tolerance * exact.abs().max()
 
 
+@pytest.mark.parametrize("kind", ["int8", "bf16", "fp32"])
+def test_a_piece_without_rows_is_converted(kind: str) -> None:
+    """A rank beyond the rows of a parameter has none of it."""
+    param = nn.Parameter(torch.zeros(0, 4096))
+    state = {moment: torch.zeros(0, 4096) for moment in ADAM_MOMENTS}
+    convert_moments(param, state, kind)
+    assert all(read_moment_fp32(param, state, moment).shape == (0, 4096) for moment in ADAM_MOMENTS)
+    codes, scales = torch.zeros(0, 256, dtype=torch.uint8), torch.zeros(0, 1)
+    quantize_moment(torch.zeros(0, 256), codes, scales, signed=True)
+    dequantize_moment(codes, scales, True, torch.zeros(0, 256))
+
+
 @pytest.mark.parametrize(
     ("name", "hyper", "message"),
     [

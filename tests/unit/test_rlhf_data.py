@@ -25,6 +25,17 @@ def _text(tokens: list[int]) -> str:
     return TOKENIZER.decode(tokens)
 
 
+def test_a_line_of_a_csv_with_too_many_fields_does_not_shift_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text("prompt,chosen\n" + "".join(f"Q{i}: , A{i}\n" for i in range(20)))
+    (one, *_) = examples = load_examples([str(path)], "1", "sft", seed=0)
+    assert one["prompt"].startswith("Q") and len(examples) > 10
+    path.write_text("prompt,chosen\n" + "".join(f"Q{i}: , A{i}, and more\n" for i in range(20)))
+    with pytest.warns(Warning, match="Length of header"):
+        examples = load_examples([str(path)], "1", "sft", seed=0)
+    assert {one["prompt"] for one in examples} == {f"Q{i}: " for i in range(20)}
+
+
 @pytest.mark.parametrize(
     ("example", "prompt", "answer"),
     [

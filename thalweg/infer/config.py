@@ -220,10 +220,12 @@ def _parse_zero_section(zero: Any) -> dict[str, Any]:
 def _parse_quant_bits(quant: Any) -> int | None:
     if not quant:
         return None
-    weight = dict(quant).get("weight", {}) if isinstance(quant, Mapping) else {}
-    if not (dict(quant).get("enabled", True) and dict(weight).get("enabled", True)):
+    weight = quant.get("weight", {}) if isinstance(quant, Mapping) else None
+    if not isinstance(weight, Mapping):
+        raise ValueError(f"quant is {quant!r}; it must be a section with enabled, and weight, a section with num_bits")
+    if not (quant.get("enabled", True) and weight.get("enabled", True)):
         return None
-    bits = int(dict(weight).get("num_bits", 8))
+    bits = weight.get("num_bits", 8)
     if bits not in (4, 8):
         raise ValueError(f"quant.weight.num_bits is {bits}; it must be 4 or 8")
     return bits

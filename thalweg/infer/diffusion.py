@@ -70,12 +70,12 @@ class DiffusionEngine:
         compile: Mapping[str, Any] | None = None,
     ) -> None:
         if quantization not in (None, "int8", "int4"):
-            raise ValueError(f"quantize is {quantization!r}; it must be int8, int4 or None")
+            raise ValueError(f"quantization is {quantization!r}; it must be int8, int4 or None")
         if weight_offload not in (None, "cpu", "nvme"):
-            raise ValueError(f"stream is {weight_offload!r}; it must be cpu, nvme or None")
-        for name, value in (("compile", compile), ("quantize", quantization)):
+            raise ValueError(f"weight_offload is {weight_offload!r}; it must be cpu, nvme or None")
+        for name, value in (("compile", compile), ("quantization", quantization)):
             if weight_offload and value is not None:
-                raise ValueError(f"stream and {name} do not go together for a diffusion pipeline: choose one")
+                raise ValueError(f"weight_offload and {name} do not go together for a diffusion pipeline: choose one")
         self.module = pipeline
         self.offloader: ModuleOffloader | None = None
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
@@ -92,7 +92,7 @@ class DiffusionEngine:
             pipeline.to(target)
         if quantization is not None:
             if target.type != "cpu":
-                raise ValueError(f"quantize: packed weights are for CPUs, and the pipeline is on {target}")
+                raise ValueError(f"quantization: packed weights are for CPUs, and the pipeline is on {target}")
             for part in components.values():
                 self._replaced += quantize_linears(part, quantization)
         if compile is not None:

@@ -13,3 +13,7 @@ Invariants: every rank computes the same verdict, norm and rate, bit for bit; an
 depend on how its parameters are cut; what ``optimizer.state`` holds for a parameter has that parameter's
 logical shape and layout (or no shape at all), so that a checkpoint sees logical tensors.
 """
+
+from thalweg.optim.build import build_optimizer
+
+__all__ = ["build_optimizer"]

@@ -78,7 +78,7 @@ class LRScheduler:
         groups = self.optimizer.param_groups
         return [
             (value, group["betas"][1]) if "betas" in group else value
-            for value, group in zip(momenta, groups, strict=True)
+            for value, group in zip(momenta, groups, strict=False)  # groups may have been added
         ]
 
     def get_last_lr(self) -> list[float]:

@@ -68,7 +68,9 @@ def _load_rows(path: str, config_name: str | None) -> list[Example]:
         kind = _FORMATS.get(Path(path).suffix)
         if kind is None or not Path(path).is_file():
             raise ValueError(f"{path}: give a file that exists, in {', '.join(_FORMATS)}")
-        found: Any = load_dataset(kind, data_files=str(path), split="train")
+        # Of a line with more fields than a CSV's header pandas drops the last with a warning; else all columns shift.
+        options: dict[str, Any] = {"index_col": False} if kind == "csv" else {}
+        found: Any = load_dataset(kind, data_files=str(path), split="train", **options)
     else:
         found = load_dataset(path, config_name, split="train")
     return list(found)

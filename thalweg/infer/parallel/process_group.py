@@ -231,6 +231,7 @@ def _watch_processes(group: weakref.ref[InferenceGroup], pids: dict[int, int]) -
                     return None
                 if exited:
                     return owner.fail(ranks[exited[0]])
+                del owner  # a group that is dropped does not live on here
         finally:
             for fd in ranks:
                 os.close(fd)

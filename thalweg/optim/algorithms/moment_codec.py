@@ -97,6 +97,8 @@ def _codebook(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def quantize_moment(values: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> None:
     """Quantise fp32 ``values``, whole rows, into ``codes`` (as many) and ``scales`` (rows, blocks)."""
+    if not len(scales):
+        return
     _, by_bits = _codebook(signed, values.device)
     values, codes = (tensor.view(len(scales), -1) for tensor in (values, codes))
     rows, columns = values.shape
@@ -116,6 +118,8 @@ def quantize_moment(values: Tensor, codes: Tensor, scales: Tensor, signed: bool)
 
 def dequantize_moment(codes: Tensor, scales: Tensor, signed: bool, out: Tensor) -> None:
     """The inverse of :func:`quantize_moment`, into ``out`` (fp32)."""
+    if not len(scales):
+        return
     values, _ = _codebook(signed, codes.device)
     codes, out = (tensor.view(len(scales), -1) for tensor in (codes, out))
     rows, columns = codes.shape
@@ -209,7 +213,6 @@ def read_moment_fp32(param: Tensor, state: Mapping[str, Any], moment: str) -> Te
     if scales is None:
         return piece.to(torch.float32, copy=True)
     fp32_values = torch.empty(piece.shape, dtype=torch.float32, device=piece.device)
-    if piece.shape[0]:
-        scales = to_local(match_layout(scales, param, getattr(param, "placements", ())))
-        dequantize_moment(piece, scales, is_signed(moment), fp32_values)
+    scales = to_local(match_layout(scales, param, getattr(param, "placements", ())))
+    dequantize_moment(piece, scales, is_signed(moment), fp32_values)
     return fp32_values
