@@ -83,11 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if device != "auto":
         os.environ[DEVICE_VARIABLE] = device
     if nproc > 1 and "RANK" not in os.environ:
-        from thalweg.launch.local import run_local
-        from thalweg.launch.spec import LaunchSpec, build_local_job
-
-        spec = LaunchSpec("thalweg", tuple(sys.argv[1:]), "module", str(nproc))
-        return run_local(build_local_job(spec)).show()
+        return _launch(nproc)
     from thalweg.rlhf.steps import run_all, run_step
 
     if args.step == "all":
@@ -97,3 +93,11 @@ def run(args: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(model)
     return 0
+
+
+def _launch(nproc: int) -> int:
+    from thalweg.launch.local import run_local
+    from thalweg.launch.spec import LaunchSpec, build_local_job
+
+    spec = LaunchSpec("thalweg", tuple(sys.argv[1:]), "module", str(nproc))
+    return run_local(build_local_job(spec)).show()

@@ -39,8 +39,9 @@ class DemoSettings:
     prompt: str = "    def __init__(self, name):\n        self._name = name\n"
 
 
-def build_engine_config(settings: DemoSettings) -> dict[str, Any]:
+def build_engine_config(settings: DemoSettings | None = None) -> dict[str, Any]:
     """Return the demo's configuration: the keys of a ``ds_config.json``."""
+    settings = settings or DemoSettings(out="demo-out", results="demo-out")
     optimizer = {"lr": settings.lr, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
     warmup = {"warmup_num_steps": max(2, min(10, settings.steps // 5)), "warmup_type": "linear"}
     scheduler = {"total_num_steps": settings.steps, **warmup, "cos_min_ratio": 0.05}
