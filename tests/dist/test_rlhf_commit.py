@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable, Mapping
@@ -212,3 +213,19 @@ def test_the_control_of_it_commits_that_are_not_one_are_found(
     args = (first, str(tmp_path), kind, 0, [round(part * (totals[0] - 1))], expected)
     found = run_ranks(_killed, 1, *args, init=False, timeout=300)[0]
     assert all(wrong for _, _, wrong in found), found
+
+
+def _commit_in_a_job(rank: int, world: int, folder: str) -> dict[str, set[str]]:
+    os.environ["THALWEG_JOB_ID"] = "one"
+    engines = _build_engines(rank)
+    for step in (1, 2):
+        checkpoint.commit(Path(folder), step, engines, {})
+    assert checkpoint.resume(folder, engines)[0] == 2
+    del os.environ["THALWEG_JOB_ID"]
+    return {name: list_names(Path(folder, name)) for name in engines}
+
+
+def test_a_job_of_the_launcher_keeps_its_claim(tmp_path: Path) -> None:
+    """What is left beside the last commit says which start of the job has the folder."""
+    (left,) = run_ranks(_commit_in_a_job, 1, str(tmp_path))
+    assert left == {name: {"step2", ".starts.json"} for name in STAGES}

@@ -22,7 +22,7 @@ from thalweg.utils.log import get_logger
 
 JOB_ID, RESTARTS, CRASHES = "THALWEG_JOB_ID", "THALWEG_RESTART_COUNT", "THALWEG_CRASH_COUNT"
 MAX_TRIES = 3  # with one checkpoint
-_NAME = ".starts.json"
+STARTS = ".starts.json"
 _log = get_logger(__name__)
 
 
@@ -78,7 +78,7 @@ def skip_tried(names: Sequence[str], num_tries: int) -> Sequence[str]:
 
 def _read(io: FileSystem, directory: Path) -> _Claim | None:
     try:
-        return _Claim.model_validate_json(read_file(io, directory / _NAME))
+        return _Claim.model_validate_json(read_file(io, directory / STARTS))
     except (FileNotFoundError, NotADirectoryError, ValidationError):
         return None
 
@@ -99,7 +99,7 @@ def _update(io: FileSystem, directory: Path, saved: bool = False, step: int | No
     claim = claim.model_copy(update=changes)
     if claim != old:
         try:
-            replace_file(io, directory / _NAME, claim.model_dump_json().encode())
+            replace_file(io, directory / STARTS, claim.model_dump_json().encode())
         except OSError as error:  # a folder to read from, perhaps
             _log.info("%s does not keep which start of the job has it: %s", directory, error)
     return claim

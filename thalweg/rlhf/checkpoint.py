@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from thalweg.checkpoint.filesystem import FileSystem, list_if_there, remove_tree, write_file
+from thalweg.checkpoint.job_starts import STARTS
 from thalweg.engine import Engine
 
 _MANIFEST = "manifest.json"
@@ -44,7 +45,7 @@ def commit(directory: str | Path, step: int, engines: Mapping[str, Engine], stat
         io.rename(temporary, directory / _MANIFEST)
         io.fsync_dir(directory)
         for name in engines:
-            for other in set(list_if_there(io, directory / name)) - {tag}:
+            for other in set(list_if_there(io, directory / name)) - {tag, STARTS}:
                 remove_tree(io, directory / name / other)
     dist.barrier(group)
 
