@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoint_support import FaultInjectingFileSystem, list_names, tiny_snapshot
-from thalweg.checkpoint import CheckpointError, FileSystem, open_verified, save_snapshot
+from thalweg.checkpoint import CheckpointError, FileSystem, job_starts, open_verified, save_snapshot
 from thalweg.checkpoint.errors import RestartLoopError
 
 Start = Callable[..., None]
@@ -70,6 +70,27 @@ def test_it_may_be_given_up_while_it_saves(tmp_path, start):
         save(tmp_path, 2, FaultInjectingFileSystem(before))
     assert seen and list_names(tmp_path) == {"latest", "step1", ".starts.json"}
     assert (tmp_path / "latest").read_text().strip() == "step1"
+
+
+def test_two_starts_do_not_take_a_folder_at_the_same_time(tmp_path, start):
+    """Else the older one, which has looked before and writes after, would have the last word."""
+    start(0)
+    save(tmp_path, 1)
+    start(0, job="another")
+    tried: list[str] = []
+
+    def before(index: int, operation: str, target: object) -> None:
+        if operation == "open_write" and ".latest-" in str(target) and not tried:
+            tried.append(operation)
+            later = FileSystem()
+            later.lock_timeout = 0.05
+            start(1, job="another")
+            with pytest.raises(TimeoutError, match="has held the lock"):
+                job_starts.claim_for_load(later, tmp_path, 1)
+            start(0, job="another")
+
+    save(tmp_path, 2, FaultInjectingFileSystem(before))
+    assert tried
 
 
 def test_three_tries_with_the_newest_and_three_with_the_one_before(tmp_path, start):
@@ -142,8 +163,6 @@ def test_a_folder_that_cannot_be_written_to_is_loaded_from(tmp_path, start):
     def before(index: int, operation: str, target: object) -> None:
         if operation == "open_write":
             raise PermissionError(13, "Permission denied", str(target))
-
-    from thalweg.checkpoint import job_starts
 
     assert job_starts.claim_for_load(FaultInjectingFileSystem(before), tmp_path, 1) == 0
     assert list_names(tmp_path) == {"latest", "step1"}

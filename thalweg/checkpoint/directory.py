@@ -223,9 +223,9 @@ def start_save(io: FileSystem, directory: Path, tag: str) -> tuple[Path, int]:
     Returns the temporary directory and the sequence number of the commit to come.
     """
     remove_stale(io, directory)
-    job_starts.claim_for_save(io, directory)
     public = directory / tag
     with io.lock(directory):
+        job_starts.claim_for_save(io, directory)
         foreign = io.exists(public) and not _is_checkpoint(io, public)
     if foreign:
         raise CheckpointError(
