@@ -95,8 +95,10 @@ def start(device: torch.device, small: bool) -> dict[str, Any]:
     found["host_link_gb_s"] = measured.host_bandwidth / 1e9
     found["doctor"] = {check["name"]: check["status"] for check in json.loads(doctor.stdout)["checks"]}
     assert doctor.returncode == 0, doctor.stdout
-    # The sheets' peaks are not reached, and nothing is faster than them: else the table is wrong.
-    assert known.source == "measured" or all(value < 1.1 for key, value in found.items() if key.endswith("of_table"))
+    # The sheets' peaks are not reached, and nothing is faster than them: else the table is wrong.  A simulated device's
+    # figures are made up, and a processor may be faster.
+    from_sheet = known.source not in ("measured", "made up")
+    assert not from_sheet or all(value < 1.1 for key, value in found.items() if key.endswith("of_table")), found
     return found
 
 
