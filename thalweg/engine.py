@@ -45,6 +45,7 @@ from thalweg.utils.log import enable_console, get_logger
 from thalweg.utils.trees import call_model, get_loss
 from thalweg.utils.versions import warn_of_untried_torch
 from thalweg.zero.offload_states import STATES
+from thalweg.zero.replica_check import check_replicas
 from thalweg.zero.shard import ShardedModel, unshard_model
 from thalweg.zero.storage.nvme import prefers_low_memory
 from thalweg.zero.whole_tensors import gather_state_dict
@@ -288,6 +289,10 @@ class Engine(nn.Module):
             self._meter.step(self.global_steps, skipped=result.skipped, phases=phases, **scalars)
         if self.global_steps == 1:
             self._log_memory("the first step")
+        every = self._config.health.replica_check_steps
+        # Sites of an outer optimizer have parameters of their own between their exchanges.
+        if every and self.global_steps % every == 0 and self._config.outer_optimizer is None:
+            check_replicas(self.sharded_model, self.meshes.world_group, f"after step {self.global_steps}")
 
     def _log_memory(self, after: str) -> None:
         if self._config.memory_breakdown:

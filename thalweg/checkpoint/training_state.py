@@ -23,6 +23,7 @@ from thalweg.config import Config
 from thalweg.optim.step import TrainingDivergedError
 from thalweg.parallelize import Components
 from thalweg.utils.log import get_logger
+from thalweg.zero.replica_check import check_replicas
 from thalweg.zero.storage.nvme import prefers_low_memory
 from thalweg.zero.whole_tensors import full_state_dict, load_full_state_dict
 
@@ -62,6 +63,8 @@ class TrainingState:
         module, optimizer, naming = components.module, components.optimizer, components.param_naming
         tag = self._agree_on_tag(str(tag or f"global_step{self.counters.global_steps}"))
         self._finalize()
+        if self.config.health.replica_check_steps:
+            check_replicas(components.sharded, components.meshes.world_group, f"before checkpoint {tag}")
         state = {"client_state": dict(client_state or {}), _KEY: self._state_dict()}
         snapshot = build_snapshot(module, optimizer, state=state, include_frozen=include_frozen, naming=naming)
         path = save_snapshot(

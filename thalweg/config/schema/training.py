@@ -26,7 +26,7 @@ from thalweg.config.schema.base import (
     later,
     unsupported,
 )
-from thalweg.config.schema.unsupported import block, without_effect
+from thalweg.config.schema.unsupported import Typed, block, without_effect
 
 _EVERY_COLLECTIVE = "the ledger counts every collective"
 
@@ -230,9 +230,9 @@ _WRITER = block(
     data_parallel=None,
 )
 _WRITERS = block(
-    {"writer": (_WRITER | None, ignored(None, "there is one writer"))},
     base=without_effect("checkpoint"),
     parallel_write=ignored(block(pipeline_stage=False), "every rank writes its own shard"),
+    writer=ignored(Typed(_WRITER | None, None), "there is one writer"),
 )
 
 
@@ -247,17 +247,20 @@ class CheckpointConfig(_WRITERS):
 
 
 class Health(Section):
-    """What a run does about silence, non-finite values and spikes.
+    """What a run does about silence, non-finite values, spikes and replicas that drift apart.
 
     ``hang_seconds``: ranks that have waited so long for others say in the log for whom, and where that one is; each
     looks every ``heartbeat_seconds`` (a quarter of it).  ``non_finite``: what a gradient that is not finite leads to,
     beside an update that is not made.  ``spike``: the same for a gradient whose norm is over 10 times the median of the
     last 100 steps; all but "ignore" and "warn" wait on accelerators for each step's norm.  "rewind" goes back to the
-    last checkpoint that was saved or loaded, and on with the data that come next.
+    last checkpoint that was saved or loaded, and on with the data that come next.  ``replica_check_steps``: the
+    parameters that several ranks hold alike are compared each so many steps and before checkpoints are written; a
+    difference is an error on all ranks.
     """
 
     heartbeat_seconds: PositiveFloat | None = None
     hang_seconds: PositiveFloat | None = None
+    replica_check_steps: PositiveInt | None = None
     non_finite: Literal["skip", "rewind", "stop"] = "skip"
     spike: Literal["ignore", "warn", "skip", "rewind", "stop"] = "ignore"
 
