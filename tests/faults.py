@@ -331,8 +331,8 @@ FAULTS = {
     ),
     "every rank logs (row 28)": Fault(
         "thalweg.utils.log",
-        "_RankFilter.filter",
-        lambda original: lambda self, record: original(self, record) or True,
+        "_filter_by_rank",
+        lambda original: lambda record: original(record) or True,
         ("tests/e2e/test_run_concurrent.py::test_row28_ranks_that_train_stay_within_a_budget_of_lines",),
     ),
     # Loading compares a model with its Hugging Face one, and takes that where they differ: the fault is in company.

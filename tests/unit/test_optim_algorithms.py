@@ -204,7 +204,8 @@ class TinyGPT(nn.Module):
 @pytest.mark.parametrize("tied", [True, False])
 def test_muon_groups_of_a_model(tied: bool) -> None:
     model = TinyGPT(tied)
-    optimizer = build_optimizer("Muon", muon_groups(model), {"lr": 0.1})
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    optimizer = build_optimizer("Muon", muon_groups(model, [{"params": trained}]), {"lr": 0.1})
     names = [group["param_names"] for group in optimizer.param_groups]
     assert names[0] == ["up.weight", "down.weight"]
     learnt = [p for p in model.parameters() if p.requires_grad]

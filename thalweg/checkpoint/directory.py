@@ -225,7 +225,7 @@ def start_save(io: FileSystem, directory: Path, tag: str) -> tuple[Path, int]:
     remove_stale(io, directory)
     public = directory / tag
     with io.lock(directory):
-        job_starts.claim_for_save(io, directory)
+        job_starts.take_directory(io, directory, saved=True)
         foreign = io.exists(public) and not _is_checkpoint(io, public)
     if foreign:
         raise CheckpointError(

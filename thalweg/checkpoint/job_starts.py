@@ -49,18 +49,13 @@ def check_start(io: FileSystem, directory: Path) -> None:
         )
 
 
-def claim_for_save(io: FileSystem, directory: Path) -> None:
-    """Take the directory, whose lock the caller holds, for this start, which saves there."""
-    _update(io, directory, saved=True)
-
-
 def claim_for_load(io: FileSystem, directory: Path, step: int) -> int:
     """Take the directory for this start; returns how many starts after a crash, with this one, have tried to get beyond
     ``step``, the latest of its checkpoints; 0 where the job has saved nothing."""
     if JOB_ID not in os.environ or not io.exists(directory):
         return 0
     with io.lock(directory):  # an older start that has just looked would write over this one's claim
-        claim = _update(io, directory, step=step)
+        claim = take_directory(io, directory, step=step)
     return _count(CRASHES) - claim.base if claim is not None and claim.saved else 0
 
 
@@ -90,7 +85,9 @@ def _count(name: str) -> int:
     return int(os.environ.get(name, 0))
 
 
-def _update(io: FileSystem, directory: Path, saved: bool = False, step: int | None = None) -> _Claim | None:
+def take_directory(io: FileSystem, directory: Path, saved: bool = False, step: int | None = None) -> _Claim | None:
+    """Take the directory, whose lock the caller holds, for this start, which saves there (``saved``) or tries ``step``;
+    None outside a job of ``thalweg run``."""
     if (job := os.environ.get(JOB_ID)) is None:
         return None
     check_start(io, directory)

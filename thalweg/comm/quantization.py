@@ -80,9 +80,7 @@ class BlockQuantizer:
                 quantized = torch.cat([torch.sub(quantized, high, alpha=16), high], 1)
             quantized.mul_(scales[first:last].float().unsqueeze(1))
             values = quantized.view(-1)[: rows.numel()].view_as(rows)
-            if add and out.dtype != torch.float32:
-                values = values + rows
-            rows.add_(values) if add and out.dtype == torch.float32 else rows.copy_(values)
+            rows.add_(values) if add else rows.copy_(values)  # added in fp32 and rounded once, whatever ``out`` is
 
     def get_scales(self, payload: Tensor, numel: int) -> Tensor:
         """The scales of an encoded buffer, fp32 of shape [num_blocks]: twice the largest error in each."""

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from thalweg.ops.autograd import with_backward
+
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -83,21 +85,9 @@ def _round(x: Tensor, noise: Tensor | None) -> Tensor:
     return x.round() if noise is None else (x + noise).floor()
 
 
-class _StraightThrough(torch.autograd.Function):
-    """Forward another tensor's values, backward as if nothing had been done (Bengio et al. 2013)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
 def straight_through(x: Tensor, value: Tensor) -> Tensor:
-    """``value`` in x's dtype, whose gradient is x's."""
-    return _StraightThrough.apply(x, value.to(x.dtype))
+    """``value`` in x's dtype, whose gradient is x's: as if nothing had been done (Bengio et al. 2013)."""
+    return with_backward(x, lambda _: value.to(x.dtype), lambda grad: grad)
 
 
 def fake_quantize(x: Tensor, bits: int, num_groups: int = 1, symmetric: bool = True, **how: Any) -> Tensor:

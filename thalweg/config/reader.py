@@ -43,9 +43,7 @@ def read_source(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tu
 
 
 def _read_text(source: str | os.PathLike[str]) -> tuple[ParsedText, str]:
-    name = os.fspath(source)
-    if isinstance(name, bytes):
-        name = os.fsdecode(name)
+    name = os.fsdecode(source)
     if isinstance(source, str) and name.lstrip().startswith("{"):
         return (_too_long_error(len(name)) if len(name) > _MAX_BYTES else parse(name)), "text"
     path = Path(name)

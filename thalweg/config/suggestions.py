@@ -11,7 +11,6 @@ from thalweg.config.errors import to_json_snippet
 from thalweg.config.schema.base import Section, list_options, literal_choices, union_members
 from thalweg.config.schema.optimizer import PARAMS_SCHEMAS
 
-_CUTOFF = 0.6
 _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Any: "any value"}
 
 
@@ -77,7 +76,7 @@ def suggest_value(annotation: Any, value: Any) -> str | None:
 def closest_match(name: str, candidates: Any) -> str | None:
     """The candidate nearest to ``name`` (difflib), whatever the case of letters."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
-    matches = difflib.get_close_matches(name.lower()[:100], by_lower, n=1, cutoff=_CUTOFF)
+    matches = difflib.get_close_matches(name.lower()[:100], by_lower, n=1)
     return by_lower[matches[0]] if matches else None
 
 

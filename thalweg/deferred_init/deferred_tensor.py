@@ -183,7 +183,7 @@ def defer_parameter(param: Tensor, storages: dict[int, torch.UntypedStorage]) ->
         storage_record.last_write = op_graph.RecordedOp(None, [real], None, writes=[storage_record])
     meta = torch.empty(0, dtype=param.dtype, device=META)
     meta.set_(storages[real._cdata], param.storage_offset(), param.size(), param.stride())
-    _become_deferred(param, meta)
+    become_deferred(param, meta)
 
 
 def set_data(tensor: Tensor, value: Tensor) -> None:
@@ -191,17 +191,13 @@ def set_data(tensor: Tensor, value: Tensor) -> None:
     if is_deferred(tensor) == is_deferred(value):
         torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
     elif is_deferred(value):
-        _become_deferred(tensor, _make_meta_alias(value))
+        become_deferred(tensor, _make_meta_alias(value))
     else:
         swap_tensors(tensor, _of_its_kind(value.detach(), tensor))
 
 
-def defer_meta_tensor(tensor: Tensor) -> None:
-    """Make an ordinary meta tensor pending, its value zeros so far; the object stays the same."""
-    _become_deferred(tensor, tensor.detach())
-
-
-def _become_deferred(tensor: Tensor, meta: Tensor) -> None:
+def become_deferred(tensor: Tensor, meta: Tensor) -> None:
+    """Make a tensor pending, over the storage of ``meta``; the object stays the same."""
     kind = DeferredParameter if isinstance(tensor, nn.Parameter) else DeferredTensor
     swap_tensors(tensor, torch.Tensor._make_subclass(kind, meta, tensor.requires_grad))
 

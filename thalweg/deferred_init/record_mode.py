@@ -61,10 +61,8 @@ class RecordMode(TorchDispatchMode):
         self._set_data_mode = _SetDataMode()
 
     def __enter__(self) -> RecordMode:
-        state = thread_state  # the hooks are called in every thread
-
-        def on_register(module: nn.Module, name: str, member: object) -> None:
-            if state.num_open_contexts:
+        def on_register(module: nn.Module, name: str, member: object) -> None:  # called in every thread
+            if thread_state.num_open_contexts:
                 self._built_modules.add(module)
 
         self._registration_hooks = [

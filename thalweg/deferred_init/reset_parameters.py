@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from thalweg.deferred_init.deferred_tensor import defer_meta_tensor, deferred_like, drop_record
+from thalweg.deferred_init.deferred_tensor import become_deferred, deferred_like, drop_record
 from thalweg.deferred_init.op_graph import make_view_ref
 from thalweg.deferred_init.record_mode import RecordMode
 
@@ -43,7 +43,7 @@ def record_module_init(module: nn.Module, meta_tensors: dict[str, Tensor]) -> No
     if not meta_tensors:
         return
     for tensor in meta_tensors.values():
-        defer_meta_tensor(tensor)
+        become_deferred(tensor, tensor.detach())
     tensor_ids = {id(tensor) for tensor in meta_tensors.values()}
     ties, stand_ins = _untie(module, tensor_ids)
     initialized, own_ids = set[int](), tensor_ids | stand_ins

@@ -44,19 +44,19 @@ class InferenceEngine(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.options, self.tokenizer = module.eval(), options, tokenizer
-        self._weights_id, self._model_path = weights_id, model_path
         self.core: LLMEngine | None = None
         self._worker_loop: WorkerLoop | None = None
-        self.update_weights()
+        self._take_weights(weights_id, model_path)
 
     def update_weights(self) -> None:
         """Take over the module's weights as they are now."""
+        self._take_weights()
+
+    def _take_weights(self, weights_id: Any = None, model_path: Any = None) -> None:
+        """``weights_id`` and ``model_path``: identity and files of weights that are as they were loaded."""
         self.close()
         config: Any = getattr(self.module, "config", None)
         if hasattr(config, "model_type") and get_model_kind(self.module) != "encoder":
-            # Identity and files are those of the weights as they were loaded, not as they may be by now.
-            weights_id, model_path = self._weights_id, self._model_path
-            self._weights_id = self._model_path = None
             workers = self._find_workers(model_path)
             if self._worker_loop is None:
                 core = load_engine(self.module, self.options, self.tokenizer, weights_id=weights_id, workers=workers)

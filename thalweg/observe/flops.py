@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from thalweg.config import ModelSize
+from thalweg.config import ModelSize
 
 
 def flops_per_token(model_size: ModelSize, sequence_length: int | None = None) -> float:

@@ -47,15 +47,12 @@ class Writer(Protocol):
 
     def step(self, record: StepRecord) -> None:
         """Take one step's record."""
-        ...
 
     def metric(self, name: str, value: float, step: int) -> None:
         """Take one named scalar, as ``eval/loss``."""
-        ...
 
     def close(self) -> None:
         """Flush and let go; called once."""
-        ...
 
 
 class MissingPackageError(ImportError, ValueError):

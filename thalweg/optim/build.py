@@ -79,7 +79,10 @@ def build_optimizer(
     if name in _ADAM_NAMES:
         name = "AdamW" if name == "AdamW" or _decouples_decay(hyper) else "Adam"
     groups = _param_groups(params)
-    tensors = [p for group in groups for p in _tensors(group["params"])]
+    tensors = [get_param(member) for group in groups for member in group["params"]]
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"an optimiser works on tensors or (name, tensor) pairs, not on {type(tensor).__name__}")
     if not tensors:
         raise ValueError("the optimiser got no parameters: the model has none, or all of them were left out")
     cls, hyper = _resolve_state_dtype(name, hyper)
@@ -197,11 +200,3 @@ def _group_members(group: Mapping[str, Any]) -> list[Any]:
     if "params" not in group:
         raise ValueError(f"a parameter group needs the key 'params'; this one has {sorted(group)}")
     return group_members(group)
-
-
-def _tensors(members: Iterable[Any]) -> list[Tensor]:
-    tensors = [get_param(member) for member in members]
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"an optimiser works on tensors or (name, tensor) pairs, not on {type(tensor).__name__}")
-    return tensors

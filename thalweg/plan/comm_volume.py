@@ -123,13 +123,12 @@ def _iter_collectives(trace: StepTrace, run_spec: RunSpec, num_shards: int) -> I
             yield _Collective("reduce_scatter", unit.reduce_bytes, num_reductions, intra_row_bytes, inter_row_bytes)
     if run_spec.replicates_states:
         return
-    num_gathers = num_micro_batches if policy.reshards_after_use and run_spec.storage_kind == "wire" else 1
+    num_gathers = num_micro_batches if policy.reshards_after_use else 1
     if run_spec.storage_kind == "shared":
         resident = [unit for unit in trace.units if unit.name not in trace.paged_units]
         unsharded_bytes = sum(unit.gather_bytes for unit in resident)
         inter_row_bytes = sum(_weight_row_bytes(unit, trace, run_spec, DELTA_QUANTIZER) for unit in resident)
-        num_calls = num_micro_batches if policy.reshards_after_use else 1
-        yield _Collective("all_gather", unsharded_bytes, num_calls, unsharded_bytes // num_shards, inter_row_bytes)
+        yield _Collective("all_gather", unsharded_bytes, num_gathers, unsharded_bytes // num_shards, inter_row_bytes)
         return
     for unit in trace.units:
         row_bytes = _weight_row_bytes(unit, trace, run_spec, WEIGHT_QUANTIZER)

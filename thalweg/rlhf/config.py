@@ -6,13 +6,14 @@ A config file is JSON: options at the top level are for every step, those in a b
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from thalweg.utils.formatting import did_you_mean
 
 Step = Literal["sft", "reward", "ppo", "dpo", "grpo"]
 STEPS: tuple[Step, ...] = get_args(Step)
@@ -218,8 +219,7 @@ def load_rlhf_config(source: str | Path | Mapping[str, Any] | None, step: Step, 
                 )
             options[name] = value
         elif name not in IGNORED:
-            near = difflib.get_close_matches(name, [*known, *ALIASES], n=1)
-            raise ValueError(f"there is no option {key!r}{f', did you mean {near[0]}?' if near else ''}")
+            raise ValueError(f"there is no option {key!r}{did_you_mean(name, [*known, *ALIASES])}")
     if merged.get("align_overflow") and options.get("dtype") == "fp16":
         raise ValueError(
             "align_overflow: actor and critic leave out an update each by itself; in bf16 nothing overflows"

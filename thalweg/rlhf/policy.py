@@ -275,7 +275,10 @@ class GRPOTrainer:
     def micro_batch(self, part: Experience) -> dict[str, Tensor | float]:
         """Forward, backward, and the end of a micro-batch."""
         clip_range, mask = self.config.clip_range, part.rollout.mask.to(self.actor.device)
-        logprobs, entropy = self._actor_forward(part)
+        logprobs, logits = response_logprobs(self.actor, vars(part.rollout), self.config.temperature)
+        with torch.no_grad():
+            entropy = losses.token_entropy(logits).sum() / max(len(logits), 1)
+        del logits  # the backward pass need not hold them
         weights = None if part.weights is None else part.weights.to(logprobs)
         old, advantages = part.logprobs.to(logprobs), part.advantages.to(logprobs)
         policy, clipped = losses.policy_loss(logprobs, old, advantages, mask, clip_range=clip_range, weights=weights)
@@ -300,12 +303,6 @@ class GRPOTrainer:
         batch = data.collate(rows)
         logprobs, _ = response_logprobs(self.actor, batch)
         return -config.unsup_coef * losses.masked_mean(logprobs, batch["response_mask"][:, 1:].to(logprobs.device))
-
-    def _actor_forward(self, part: Experience) -> tuple[Tensor, Tensor]:
-        logprobs, logits = response_logprobs(self.actor, vars(part.rollout), self.config.temperature)
-        with torch.no_grad():
-            entropy = losses.token_entropy(logits).sum() / max(len(logits), 1)
-        return logprobs, entropy
 
     def _set_training(self, training: bool) -> None:
         """Gradient checkpointing asks for the mode of training; dropout is 0."""

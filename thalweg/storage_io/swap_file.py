@@ -32,7 +32,7 @@ from contextlib import suppress
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -88,7 +88,6 @@ class SwapFile:
         self._remap_table = RemapTable()
         self._lock = threading.RLock()
         self._threads = IoThreadPool(num_threads)
-        self._closed = False
         # An engine that is dropped without being closed must not keep the disk's space.
         self._finalizer = weakref.finalize(self, _close_resources, self._threads, self._file)
 
@@ -177,7 +176,7 @@ class SwapFile:
         """
         start = offset // PAGE * PAGE
         stop = self.num_bytes if nbytes is None else min(round_up(offset + nbytes), self.num_bytes)
-        if stop > start and not self._closed:
+        if stop > start and self._finalizer.alive:
             self._memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
             for extent in self._remap_table.lookup(start, stop - start):
                 self._disk.drop_page_cache(self._file.handle, extent.file_offset, extent.nbytes)
@@ -253,15 +252,14 @@ class SwapFile:
 
     def close(self) -> None:
         """End all transfers and give the file back; views that somebody still holds stay readable."""
-        if self._closed:
-            return
-        self._closed = True
-        self._finalizer()
-        del self._memory  # views hold it on their own
+        if self._finalizer.alive:
+            self._finalizer()
+            del self._memory  # views hold it on their own
 
     def _transfer(self, verb: Literal["read", "write"], offset: int, tensor: Tensor) -> IoFuture:
-        assert not self._closed, "the swap file is closed"
-        data = _as_memoryview(tensor)
+        assert self._finalizer.alive, "the swap file is closed"
+        assert tensor.is_contiguous() and tensor.device.type == "cpu", "transfers need contiguous CPU memory"
+        data = tensor.detach().view(-1).view(torch.uint8).numpy().data
         assert offset >= 0 and offset + data.nbytes <= self.num_bytes, (offset, data.nbytes, self.num_bytes)
         aligned = data.nbytes if offset % PAGE == 0 and tensor.data_ptr() % PAGE == 0 else 0
         aligned = aligned // PAGE * PAGE if self.direct else 0
@@ -349,11 +347,3 @@ class SwapFile:
 def _close_resources(threads: IoThreadPool, file: DirectFile) -> None:
     threads.close()
     file.close()
-
-
-def _as_memoryview(tensor: Tensor) -> memoryview:
-    assert tensor.is_contiguous() and tensor.device.type == "cpu", "transfers need contiguous CPU memory"
-    if not tensor.numel():
-        return memoryview(b"")
-    data: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
-    return memoryview(data)

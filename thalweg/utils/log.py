@@ -26,16 +26,11 @@ def current_rank() -> int:
         return 0
 
 
-class _RankFilter(logging.Filter):
+def _filter_by_rank(record: logging.LogRecord) -> bool:
     """Let INFO and below through on rank 0 only, and mark the record with its rank."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        rank = current_rank()
-        record.rank = rank
-        return rank == 0 or record.levelno >= logging.WARNING
-
-
-_RANK_FILTER = _RankFilter()
+    rank = current_rank()
+    record.rank = rank
+    return rank == 0 or record.levelno >= logging.WARNING
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -45,8 +40,7 @@ def get_logger(name: str) -> logging.Logger:
         root.setLevel(logging.INFO)
     qualified = name if name == ROOT or name.startswith(f"{ROOT}.") else f"{ROOT}.{name}"
     logger = logging.getLogger(qualified)
-    if _RANK_FILTER not in logger.filters:
-        logger.addFilter(_RANK_FILTER)
+    logger.addFilter(_filter_by_rank)  # once, however often it is asked for
     return logger
 
 

@@ -36,7 +36,7 @@ class ShardedCopyError(ValueError):
         )
 
 
-def copy_plain(module: nn.Module, memo: dict[int, Any] | None = None, *, left_out: tuple[str, ...] = ()) -> Any:
+def copy_plain(module: nn.Module, memo: dict[int, Any], *, left_out: tuple[str, ...]) -> Any:
     """A copy of ``module`` (in training, whole or a part) as a plain model with parameters of its own.
 
     ``memo``: as of ``copy.deepcopy``; a parameter that it knows already stands for a sharded one, too.
@@ -45,7 +45,6 @@ def copy_plain(module: nn.Module, memo: dict[int, Any] | None = None, *, left_ou
     Raises:
         ShardedCopyError: its parameters are sharded.
     """
-    memo = {} if memo is None else memo
     own = [param for param in module.parameters() if id(param) not in memo]
     check_whole(own, "copy.deepcopy")
     for param in own:
@@ -70,11 +69,6 @@ class ShardedStateDict(OrderedDict[str, Any]):
         raise ShardedCopyError("saving module.state_dict()")
 
 
-def plain_class(module: nn.Module) -> type:
-    """The class that a module had before training."""
-    return next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule | DynamicSubclass))
-
-
 @contextmanager
 def _shown_plain(module: nn.Module, left_out: tuple[str, ...]) -> Iterator[None]:
     undo: list[Callable[[], object]] = []
@@ -91,14 +85,14 @@ def strip_training(module: nn.Module, left_out: tuple[str, ...], undo: list[Call
     ``undo``.  ``left_out``: as for :func:`copy_plain`."""
     for child in module.modules():
         undo.append(partial(setattr, child, "__class__", type(child)))
-        attributes, own_class = child.__dict__, plain_class(child)
+        attributes = child.__dict__
         for name in [name for name in attributes if name.startswith(("_thalweg", *left_out))]:
             undo.append(partial(attributes.__setitem__, name, attributes.pop(name)))
         for hooks in [value for name, value in attributes.items() if name.endswith("_hooks")]:
             if isinstance(hooks, dict) and any(map(_is_ours, hooks.values())):
                 undo.append(partial(_refill, hooks, dict(hooks)))
                 _refill(hooks, {key: hook for key, hook in hooks.items() if not _is_ours(hook)})
-        child.__class__ = own_class
+        child.__class__ = next(cls for cls in type(child).__mro__ if not issubclass(cls, FSDPModule | DynamicSubclass))
 
 
 def _refill(hooks: dict[int, Any], content: dict[int, Any]) -> None:

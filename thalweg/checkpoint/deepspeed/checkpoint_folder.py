@@ -78,7 +78,6 @@ class DeepSpeedFolder:
         self.aliases: dict[str, str] = {}
         self.files: dict[str, TorchFile] = {}
         self.groups: list[dict[str, Any]] = []
-        self.canonical: dict[str, str] = {}
         self.expert_values: dict[str, torch.Tensor] = {}  # by DeepSpeed's names, with the experts' global numbers
         self.stacks: dict[str, dict[int, tuple[tuple[int, ...], list[Fragment]]]] = {}
         mp_ranks = sorted({int(match.group(2)) for match in self._matches(_MODEL_FILE)})
@@ -91,7 +90,7 @@ class DeepSpeedFolder:
             for match in self._matches(_LAYER_FILE)
             for key, value in self._load(match.string).items()
         }
-        self.canonical = self._name_layers(parts, layers) if layers else {}
+        self.canonical: dict[str, str] = self._name_layers(parts, layers) if layers else {}
         for match in self._matches(_EXPERT_FILE):
             self.expert_values |= self._load(match.string)
         if other := next((name for name in self.expert_values if not _EXPERT_NAME.fullmatch(name)), None):

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy
 import torch
 
 from thalweg.checkpoint.errors import CorruptCheckpointError
@@ -92,10 +93,7 @@ def flat_range_chunks(shape: Sequence[int], start: int, stop: int) -> Iterator[T
 
 def flat_start(chunk: TensorChunk, shape: Sequence[int]) -> int:
     """The place in the flat tensor of a box's first element."""
-    position = 0
-    for offset, size in zip(chunk.offset, shape, strict=True):
-        position = position * size + offset
-    return position
+    return int(numpy.ravel_multi_index(chunk.offset, tuple(shape)))
 
 
 def cut_concatenation(

@@ -77,11 +77,9 @@ class ErrorFeedback:
     def compensate(self, rows: Tensor, loss_scale: float) -> Tensor:
         """``rows`` in fp32 with what is owed; ``loss_scale``: errors are kept without it."""
         self._num_calls += 1
-        stale = self._residual is None or self._residual.shape != rows.shape or self._num_calls > self._reset_every
-        if stale:
+        if self._residual is None or self._residual.shape != rows.shape or self._num_calls > self._reset_every:
             self._residual, self._num_calls = torch.zeros_like(rows, dtype=torch.bfloat16), 1
             return rows.float()
-        assert self._residual is not None
         return self._residual.float().mul_(loss_scale).add_(rows)
 
     def update(self, target: Tensor, sent: Tensor, loss_scale: float) -> None:
@@ -136,9 +134,7 @@ class QuantizedAllToAllReduce(AllToAllReduce):
         total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
         for index, row_payload in enumerate(received.unbind(0)):
             payload_format.unpack(row_payload, total, add=index > 0)
-        torch.mul(total, scale, out=total)
-        if total is not out:
-            out.copy_(total)
+        torch.mul(total, scale, out=out)
 
 
 class QuantizedAllReduceSum(AllReduceSum):

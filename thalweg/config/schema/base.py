@@ -79,9 +79,7 @@ def coerce_int(value: Any) -> Any:
 
 
 def to_str_tuple(value: Any) -> Any:
-    if isinstance(value, str):
-        return (value,)
-    return tuple(value) if isinstance(value, list) else value
+    return (value,) if isinstance(value, str) else to_tuple(value)
 
 
 def to_tuple(value: Any) -> Any:
@@ -159,10 +157,7 @@ class Section(BaseModel):
 
 def get_section_type(annotation: Any) -> type[Section] | None:
     """The block class that an annotation such as ``ParamOffloadPolicy | None`` names, if it names one."""
-    for option in union_members(annotation):
-        if isinstance(option, type) and issubclass(option, Section):
-            return option
-    return None
+    return next((one for one in union_members(annotation) if isinstance(one, type) and issubclass(one, Section)), None)
 
 
 def union_members(annotation: Any) -> Iterator[Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-from pydantic import BeforeValidator
+from typing import Literal
 
 from thalweg.config.schema.base import (
     FrozenDict,
@@ -14,7 +12,6 @@ from thalweg.config.schema.base import (
     PositiveInt,
     Section,
     ignored,
-    to_tuple,
     unsupported,
 )
 from thalweg.config.schema.unsupported import block, without_effect
@@ -120,7 +117,7 @@ class RandomLTD(Section):
     enabled: bool = False
     total_layer_num: PositiveInt | None = None
     random_ltd_layer_num: NonNegativeInt | None = None
-    random_ltd_layer_id: Annotated[tuple[NonNegativeInt, ...], BeforeValidator(to_tuple)] = ()
+    random_ltd_layer_id: IntTuple = ()
     model_mask_name: str | None = ignored(None, _BY_SHAPE)
     model_type: Literal["decoder", "encoder"] | None = ignored(None, _BY_SHAPE)
     micro_batch_size: PositiveInt | None = ignored(None, "the engine knows it")

@@ -62,13 +62,9 @@ def _to_field(option: Any) -> tuple[Any, Any]:
     return Int64 if option == -1 else _TYPES[type(option)], option
 
 
-def block(
-    _fields: dict[str, tuple[Any, Any]] | None = None,
-    base: type[Section] | tuple[type[Section], ...] = UnreadBlock,
-    **options: Any,
-) -> type[Section]:
-    """A block of these options; ``_fields`` give type and default in full."""
-    fields: dict[str, Any] = {key: _to_field(option) for key, option in options.items()} | (_fields or {})
+def block(base: type[Section] | tuple[type[Section], ...] = UnreadBlock, **options: Any) -> type[Section]:
+    """A block of these options."""
+    fields: dict[str, Any] = {key: _to_field(option) for key, option in options.items()}
     return create_model("Block", __base__=base, **fields)
 
 
@@ -107,7 +103,7 @@ _QUANTIZE = (
 )
 # fmt: off
 UNREAD_BLOCKS = block(
-    None, without_effect("top"),
+    without_effect("top"),
     weight_quantization=_absent(block(
         enabled=unsupported(True, f"{_REMOVE_BLOCK}; {_QUANTIZE}", on=bool), num_bits=8,
         q_type=("symmetric", "asymmetric"), q_groups=1, quantized_initialization={}, post_init_quant={})),

@@ -324,10 +324,8 @@ def get_max_model_len(spec: DecoderSpec | EncoderSpec, requested: int | None) ->
     return min(requested or model_max, model_max)
 
 
-def length_unsupported_reason(spec: DecoderSpec | None, config: EngineConfig) -> str | None:
+def length_unsupported_reason(spec: DecoderSpec, config: EngineConfig) -> str | None:
     """Return why a description does not hold for the longest sequence, or None where it does."""
-    if spec is None:
-        return None
     max_length = get_max_model_len(spec, config.max_model_len)
     rope_limits = [x.attention.rope.max_valid_length for x in spec.layers if x.attention.rope is not None]
     rope_limit = min((x for x in rope_limits if x), default=max_length)

@@ -47,12 +47,6 @@ _SAMPLE_BYTES = 64 << 10  # of each sample of a larger one
 _NUM_SAMPLES = 1024
 
 
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return flat uint8 memory as bytes."""
-    data: Any = tensor.numpy()
-    return memoryview(data)
-
-
 def default_weights_folder() -> Path:
     """Return the folder for weights where nobody names one; ValueError where there is no cache directory."""
     base = get_cache_dir()
@@ -73,13 +67,12 @@ def content_digest(files: Iterable[Path]) -> str:
         with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(f"{path.name}\0{size}\0".encode())
-            if size <= _WHOLE_DIGEST_BYTES:
-                ranges = [(start, _SAMPLE_BYTES) for start in range(0, size, _SAMPLE_BYTES)]
-            else:
+            starts: Iterable[int] = range(0, size, _SAMPLE_BYTES)
+            if size > _WHOLE_DIGEST_BYTES:
                 last = size - _SAMPLE_BYTES
-                ranges = [(last * i // (_NUM_SAMPLES - 1), _SAMPLE_BYTES) for i in range(_NUM_SAMPLES)]
-            for start, length in ranges:
-                digest.update(os.pread(file.fileno(), length, start))
+                starts = [last * i // (_NUM_SAMPLES - 1) for i in range(_NUM_SAMPLES)]
+            for start in starts:
+                digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, start))
     return digest.hexdigest()
 
 
@@ -172,7 +165,7 @@ class PackedWeightsFile:
     def write(self, segment: int, offset: int, data: Tensor) -> None:
         """Write bytes (flat uint8) into a segment."""
         assert not self.complete and offset + data.numel() <= self.sizes[segment]
-        view, at = tensor_bytes(data), self._segment_offsets[segment] + offset
+        view, at = data.numpy().data, self._segment_offsets[segment] + offset
         for page in range(at // _HUGE_PAGE, (at + len(view) - 1) // _HUGE_PAGE + 1):
             self._prefault(page)
         self._file.transfer("write", view, at)
@@ -248,7 +241,7 @@ class PackedWeightsFile:
 
     def read(self, segment: int, out: Tensor) -> IoFuture:
         """Begin to read a segment into page-aligned bytes, past the page cache where that is possible."""
-        view = tensor_bytes(out)
+        view = out.numpy().data
         start, size = self._segment_offsets[segment], self.sizes[segment]
         return IoFuture(
             self._threads.submit(self._read_block, view[at : min(at + _TRANSFER_BYTES, size)], start + at)

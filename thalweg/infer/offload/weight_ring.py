@@ -41,7 +41,7 @@ from thalweg.device import pin, resolve_device
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.models.spec import DecoderSpec, LinearSpec, list_linears
 from thalweg.infer.offload.module_offload import begin_copy
-from thalweg.infer.offload.packed_file import CorruptFileError, PackedWeightsFile, default_weights_folder, tensor_bytes
+from thalweg.infer.offload.packed_file import CorruptFileError, PackedWeightsFile, default_weights_folder
 from thalweg.infer.runners import packed_weights
 from thalweg.infer.runners.packed_weights import PackedWeight, WeightStore, layer_linears, lm_head_format, packed_bytes
 from thalweg.ops import cpu_kernels
@@ -207,7 +207,7 @@ class WeightRing(WeightStore):
             elif start == 0:
                 sample = part.slice_outputs((0, min(_SAMPLED_OUTPUTS, stop)))
                 for at, piece in packed_weights.iter_packed_pieces(sample, weight_format, offsets):
-                    if self.file.peek(segment, at, piece.numel()) != bytes(tensor_bytes(piece)):
+                    if self.file.peek(segment, at, piece.numel()) != piece.numpy().tobytes():
                         raise CorruptFileError(
                             f"{self.file.name} was packed from other weights than this model's: delete it to have it"
                             " written anew"
@@ -231,8 +231,9 @@ class WeightRing(WeightStore):
         self._futures[segment] = self.file.read(segment, self._buffers[segment])
 
     def _wait_segment(self, segment: int) -> None:
-        self._futures[segment].wait()
-        self.file.verify(segment, tensor_bytes(self._buffers[segment]))
+        if not self._is_mapped:
+            self._futures[segment].wait()
+            self.file.verify(segment, self._buffers[segment].numpy().data)
 
     def _release_segment(self, segment: int) -> None:
         if segment >= self.ring.num_resident:
@@ -242,16 +243,13 @@ class WeightRing(WeightStore):
     def run(self, programs: Sequence[cpu_kernels.Program], first_segment: int) -> None:
         """Run each segment's program when the segment has arrived, then let another segment take its place."""
         for segment, program in enumerate(programs, first_segment):
-            if self._is_mapped:
-                program.run()
-                continue
             self._wait_segment(segment)
             program.run()
             self._release_segment(segment)
 
     def skip(self, first_segment: int) -> None:
         """Let the segments pass that this step does not need."""
-        for segment in () if self._is_mapped else range(first_segment, len(self.ring.sizes)):
+        for segment in range(first_segment, len(self.ring.sizes)):
             self._wait_segment(segment)
             self._release_segment(segment)
 

@@ -53,8 +53,7 @@ def list_wide_linears(model: nn.Module) -> list[tuple[nn.Module, str, str, Any]]
 
 def get_output_head(model: nn.Module) -> Any:
     """Return a Hugging Face model's output embeddings, or None."""
-    get_head: Any = getattr(model, "get_output_embeddings", None)
-    return None if get_head is None else get_head()
+    return getattr(model, "get_output_embeddings", lambda: None)()
 
 
 def quantize_linears(

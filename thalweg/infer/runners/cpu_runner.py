@@ -44,7 +44,7 @@ class CpuRunner(ModelRunner):
     block_size = cpu_kernels.BLOCK_SIZE
 
     @staticmethod
-    def supports(spec: DecoderSpec | None, config: EngineConfig) -> str | None:
+    def supports(spec: Any, config: EngineConfig) -> str | None:
         """Return why the CPU kernels cannot run a model, or None."""
         reason = cpu_program.cpu_unsupported_reason(spec, config, get_kv_cache_dtype(config))
         return reason or length_unsupported_reason(spec, config)
@@ -156,8 +156,7 @@ class CpuRunner(ModelRunner):
             # A token in the middle of a block goes on in the block of the token before it: its row is known.
             if length > 1 or start % cpu_kernels.BLOCK_SIZE == 0:
                 last = (start + length - 1) // cpu_kernels.BLOCK_SIZE
-                if batch.block_tables:
-                    self.block_tables[slot, : last + 1] = batch.block_tables[number][: last + 1]
+                self.block_tables[slot, : last + 1] = batch.block_tables[number][: last + 1]
                 if self._encoder is not None:
                     blocks = batch.encoder_block_tables[number]
                     self.encoder_block_tables[slot, : len(blocks)] = blocks

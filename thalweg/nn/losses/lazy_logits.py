@@ -70,7 +70,6 @@ class HeadCall:
     """The call of the head that was put off; shared by everything derived from it."""
 
     head: Any
-    hidden: Tensor
     autocast_context: Any
     generation: int
     measured_kernels: bool
@@ -136,7 +135,7 @@ class LazyLogits(Tensor):
     def materialize(self) -> Tensor:
         """The logits themselves, computed once."""
         if self._value is None:
-            with torch.set_grad_enabled(torch.is_grad_enabled() or self._requires_grad()):
+            with torch.set_grad_enabled(torch.is_grad_enabled() or self.requires_grad):
                 value = self._compute()
                 for hook in self._hooks.values() if value.requires_grad else ():
                     value.register_hook(hook)
@@ -148,14 +147,7 @@ class LazyLogits(Tensor):
             parent, derive, is_slice = self._parent
             if not is_slice or parent._value is not None or parent._hooks:
                 return derive(parent.materialize())
-        value = self._head_call.logits(self._hidden)
-        for transform in self._transforms:
-            value = transform(value)
-        return value
-
-    def _requires_grad(self) -> bool:
-        with no_torch_function():
-            return self.requires_grad
+        return _apply_all(self._transforms, self._head_call.logits(self._hidden))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -220,6 +212,12 @@ def _lazy_result(lazy: LazyLogits, func: Any, args: Any, kwargs: Any) -> Any:
     return _cross_entropy(lazy, LossCall(func, (lazy, *args), kwargs)) if func is F.cross_entropy else NotImplemented
 
 
+def _apply_all(transforms: tuple[LogitTransform, ...], logits: Tensor) -> Tensor:
+    for transform in transforms:
+        logits = transform(logits)
+    return logits
+
+
 def _with_ancestors(lazy: LazyLogits) -> Iterator[LazyLogits]:
     yield lazy
     while lazy._parent is not None:
@@ -237,11 +235,6 @@ def _cross_entropy(lazy: LazyLogits, loss: LossCall) -> Any:
     autocast = torch.is_autocast_enabled(lazy.device.type)
     loss_dtype = torch.float32 if autocast else lazy.dtype  # autocast takes losses in fp32
 
-    def apply_transforms(logits: Tensor) -> Tensor:
-        for transform in transforms:
-            logits = transform(logits)
-        return logits
-
     def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return tiled_cross_entropy(
             hidden,
@@ -251,7 +244,7 @@ def _cross_entropy(lazy: LazyLogits, loss: LossCall) -> Any:
             ignore_index=loss.arguments["ignore_index"],
             reduction=loss.reduction,
             label_smoothing=loss.arguments["label_smoothing"],
-            logit_transform=apply_transforms if transforms else None,
+            logit_transform=(lambda logits: _apply_all(transforms, logits)) if transforms else None,
             tile_tokens=head_call.head._thalweg_tiling.tile_tokens,
             measured_kernels=head_call.measured_kernels,
         ).to(loss_dtype)

@@ -34,7 +34,7 @@ class _LazyHead(DynamicSubclass):
         autocast_context: Any = nullcontext
         if autocast:
             autocast_context = lambda: torch.autocast(hidden.device.type, dtype=dtype)
-        head_call = HeadCall(self, hidden, autocast_context, self._thalweg_tiling.generation, is_patched(head))
+        head_call = HeadCall(self, autocast_context, self._thalweg_tiling.generation, is_patched(head))
         return LazyLogits(head_call, hidden, dtype)
 
     def forward(self, hidden: Tensor, compute: LossFromHead | None = None) -> Tensor:
@@ -56,8 +56,7 @@ def _should_be_lazy(head: Any, hidden: Any) -> bool:
 def find_lm_head(model: nn.Module) -> nn.Module | None:
     """The linear layer that makes the logits: Hugging Face's output embeddings, or one tied to an embedding,
     or the only one as wide as the largest embedding; None if there is no such layer or several."""
-    getter = getattr(model, "get_output_embeddings", None)
-    output_embeddings: Any = getter() if callable(getter) else None
+    output_embeddings: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if output_embeddings is not None:
         return output_embeddings if original_class(output_embeddings) is nn.Linear else None
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]

@@ -86,15 +86,13 @@ def route(
     logits = logits.float()
     gates = logits.softmax(-1)
     by_choice = logits if bias is None else (gates.detach() + bias).clamp(min=1e-9).log()
-    scores = by_choice
     if training and policy.noisy_gate_policy == "RSample" and policy.k == 1:
-        scores = by_choice + _gumbel_like(logits)
-    first = scores.topk(1 if policy.k == 2 else policy.k, dim=-1).indices
+        by_choice = by_choice + _gumbel_like(logits)
+    experts = by_choice.topk(1 if policy.k == 2 else policy.k, dim=-1).indices
     if policy.k == 2:
         others = by_choice + _gumbel_like(logits) if training and policy.sample_second_expert else by_choice
-        second = others.scatter(1, first, -math.inf).argmax(-1, keepdim=True)
-        first = torch.cat([first, second], 1)
-    experts = first
+        second = others.scatter(1, experts, -math.inf).argmax(-1, keepdim=True)
+        experts = torch.cat([experts, second], 1)
     used = torch.ones_like(experts, dtype=torch.bool)
     if used_token is not None:
         used = used_token.reshape(-1, 1).bool().expand_as(experts)

@@ -78,11 +78,9 @@ def _quantize(
     code.store(code.reduce(row_sum.value, code.builder.add), total)
 
 
-def _call_quantize_row(
-    code: KernelBuilder, module: Any, kind: str, out: dict[str, Any], row: Any, y: Any, width: Any
-) -> None:
-    code.builder.call(emit_quantize_row(module, kind), [
-        y, width,
+def _call_quantize_row(code: KernelBuilder, kind: str, out: dict[str, Any], row: Any, y: Any) -> None:
+    code.builder.call(emit_quantize_row(code.module, kind), [
+        y, out["width"],
         code.add(out["ready"], code.mul(row, out["ready_stride"])),
         code.add(out["scale"], code.mul(row, 4)),
         code.add(out["sums"], code.mul(row, out["sums_stride"])),
@@ -100,7 +98,7 @@ def emit_norm(module: Any, style: str, kind: str) -> str:
         x = code.add(a["x"], code.mul(row, a["x_stride"]))
         y = code.add(a["y"], code.mul(row, a["y_stride"]))
         normalize_row(code, style, x, y, a["weight"], a["bias"], eps, width)
-        _call_quantize_row(code, module, kind, a, row, y, width)
+        _call_quantize_row(code, kind, a, row, y)
     return code.ret()
 
 
@@ -151,7 +149,7 @@ def emit_activation(module: Any, function: str, gated: bool, kind: str) -> str:
             if gated:
                 value = code.builder.fmul(value, code.load(vec(16), code.add(x, at, code.mul(width, 4))))
             code.store(value, code.add(y, at))
-        _call_quantize_row(code, module, kind, a, row, y, width)
+        _call_quantize_row(code, kind, a, row, y)
     return code.ret()
 
 

@@ -46,9 +46,7 @@ def _is_over(code: KernelBuilder, counter: Any, target: Any, aborted: Any) -> An
 def emit_reduce_sum(module: Any) -> str:
     """Add the kernel that adds up the ranks' rows, in their order; arguments: :data:`REDUCE_SUM_ARGS`."""
     code = KernelBuilder(module, "reduce_sum")
-    out, out_stride, inputs, input_stride, rank_stride, size, rows, width = (
-        code.load_arg(i) for i in range(len(REDUCE_SUM_ARGS))
-    )
+    out, out_stride, inputs, input_stride, rank_stride, size, rows, width = code.load_args(REDUCE_SUM_ARGS).values()
     with code.thread_items(code.load(I64, rows, 8)) as row:
         to = code.add(out, code.mul(row, out_stride))
         of = code.add(inputs, code.mul(row, input_stride))

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.adamw import adamw
 
 from thalweg.optim import dtensor_local
@@ -38,6 +37,7 @@ from thalweg.optim.algorithms.newton_schulz import COEFFICIENTS, METHODS, orthog
 from thalweg.optim.dtensor_local import to_local
 from thalweg.parallel_dims import control_group
 from thalweg.utils.dtypes import parse_dtype
+from thalweg.zero.full_state_dict import distribute_like
 
 
 class Muon(dtensor_local.StepMixin, torch.optim.Optimizer):
@@ -162,13 +162,9 @@ class Muon(dtensor_local.StepMixin, torch.optim.Optimizer):
 
     def _step_gathered(self, group: dict[str, Any], param: Tensor) -> None:
         """A layout that ``distributed_matrices.py`` does not know: every rank gathers and computes all of it."""
-        assert isinstance(param, DTensor)
-        mesh, placements = param.device_mesh, param.placements
-        direction = dtensor_local.as_dtensor_like(self._update_momentum(group, param)(), param)
-        assert isinstance(direction, DTensor)
-        full_matrix = direction.full_tensor()
-        result = DTensor.from_local(self._orthogonalize(group, full_matrix), mesh, [Replicate()] * mesh.ndim)
-        self._apply(group, param, result.redistribute(mesh, placements).to_local())
+        direction: Any = dtensor_local.as_dtensor_like(self._update_momentum(group, param)(), param)
+        result = distribute_like(self._orthogonalize(group, direction.full_tensor()), direction, src_rank=None)
+        self._apply(group, param, result.to_local())
 
     def _update_momentum(self, group: dict[str, Any], param: Tensor) -> Callable[[], Tensor]:
         """Update the momentum of the local piece; returns what gives the piece to orthogonalise."""

@@ -28,27 +28,19 @@ def is_hidden_matrix(param: Tensor, name: str | None = None) -> bool:
     return param.shape[0] < _MIN_EMBEDDING_ASPECT * param.shape[1:].numel()
 
 
-def muon_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
+def muon_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return parameter groups for Muon by the modules' types: hidden matrices, and the others.
 
     The others are vectors, what belongs to an ``nn.Embedding``, and the head: the last linear layer whose
     output is as long as the largest embedding. ``groups``: groups of the model's parameters to split, their
-    settings kept; by default all that are not frozen, with their names. A group that says ``use_muon`` stays
-    whole; groups that would be empty are left out.
+    settings kept. A group that says ``use_muon`` stays whole; groups that would be empty are left out.
     """
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     vocabulary = max((module.num_embeddings for module in embeddings), default=None)
     heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == vocabulary]
     excluded_ids = {id(p) for module in (*embeddings, *heads[-1:]) for _, p in named_shards(module)}
-    if groups is None:
-        groups = [{"params": [(name, p) for name, p in named_shards(model) if p.requires_grad]}]
-    halves: list[dict[str, Any]] = []
-    for group in groups:
-        if "use_muon" in group:
-            halves.append(dict(group))
-            continue
-        halves += split_group(group, lambda p, _: p.ndim >= 2 and id(p) not in excluded_ids)
-    return [half for half in halves if half["params"]]
+    is_matrix = lambda param, _: param.ndim >= 2 and id(param) not in excluded_ids
+    return [half for group in groups for half in split_group(group, is_matrix)]
 
 
 def get_param(member: Any) -> Tensor:

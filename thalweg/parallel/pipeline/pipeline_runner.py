@@ -134,9 +134,7 @@ class PipelineRunner:
         return result
 
     def _mean_loss(self, losses_and_weights: list[Tensor]) -> Tensor:
-        total = torch.zeros(2, dtype=torch.float64, device=self._channel.device)
-        for loss_and_weight in losses_and_weights:
-            total += loss_and_weight
+        total = sum(losses_and_weights, torch.zeros(2, dtype=torch.float64, device=self._channel.device))
         if self._group is not None:
             self._all_reduce(total)  # all but the last stage add nothing
         return self._hooks.loss_normalizer.mean(total)

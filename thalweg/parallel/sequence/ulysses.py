@@ -54,9 +54,6 @@ def _all_to_all(
     sent = torch.cat([piece for pieces in send_tensors for piece in pieces])
     send_counts = [sum(piece.numel() for piece in pieces) for pieces in send_tensors]
     lengths = [[torch.Size(shape).numel() for shape in own] for own in recv_shapes]
-    recv_counts = [sum(own) for own in lengths]
-    received = all_to_all(sent, send_counts, recv_counts, ulysses_group, "attention")
-    result = []
-    for flat, own, sizes in zip(received.split(recv_counts), recv_shapes, lengths, strict=True):
-        result.append([piece.view(shape) for piece, shape in zip(flat.split(sizes), own, strict=True)])
-    return result
+    received = all_to_all(sent, send_counts, [sum(own) for own in lengths], ulysses_group, "attention")
+    flat_pieces = iter(received.split([length for own in lengths for length in own]))
+    return [[next(flat_pieces).view(shape) for shape in own] for own in recv_shapes]

@@ -34,18 +34,16 @@ class FakePagedUnit:
         self.reserved_bytes = round_up(packed_bytes, HUGE_PAGE)
         self._resident_bytes = 0  # bytes of the image that are in memory
 
-    def start_read(self, page_source: FakePagedUnit | None = None) -> None:
+    def start_read(self, page_source: FakePagedUnit | None) -> None:
         """Start reading, into the pages of ``page_source`` if there is one."""
-        if self.phase == "out":
-            if page_source is not None and page_source is not self:
-                self._resident_bytes, page_source._resident_bytes = page_source._resident_bytes, 0
-            self._set_resident(max(self._resident_bytes, self.packed_bytes))
-            self.read_bytes += self.packed_bytes
-            self.phase = "coming"
+        if page_source is not None and page_source is not self:
+            self._resident_bytes, page_source._resident_bytes = page_source._resident_bytes, 0
+        self._set_resident(max(self._resident_bytes, self.packed_bytes))
+        self.read_bytes += self.packed_bytes
+        self.phase = "coming"
 
     def wait_read(self) -> None:
         """The bytes are there; in shared memory, where that is not the packed image, with those of the peers."""
-        self.start_read()
         if self.phase == "coming":
             if self._unsharded_bytes:
                 self._rank_memory.adjust_mmapped("gathered", self._unsharded_bytes)

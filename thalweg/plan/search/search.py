@@ -21,14 +21,14 @@ from itertools import product
 from typing import Any
 
 from thalweg.activation_checkpointing.apply import default_nvme_path
-from thalweg.config import Config
+from thalweg.config import Config, resolve
 from thalweg.config.batch_size import resolve_dp_size
 from thalweg.config.errors import ConfigError
 from thalweg.config.schema.base import AUTO, get_by_path, replace_by_path
 from thalweg.plan.planner import Planner
 from thalweg.plan.result import Plan
 from thalweg.plan.spec.cluster import Cluster
-from thalweg.plan.spec.config_changes import MAX_IN_CPU_KEY, resolve_with_changes
+from thalweg.plan.spec.config_changes import MAX_IN_CPU_KEY
 from thalweg.utils.formatting import format_bytes, format_seconds
 from thalweg.utils.log import get_logger
 
@@ -242,9 +242,9 @@ class PlanCache:
         return self._plans[key]
 
     def _predict(self, changes: Changes) -> Plan | None:
-        try:
-            config = resolve_with_changes(self._config, changes, self._planner.cluster.world_size)
-            return self._planner.predict(config)
+        try:  # resolved anew, so that every rule is asked again; the batch of a step stays as it is
+            config = replace_by_path(self._config, {"data_parallel_size": AUTO, **changes})
+            return self._planner.predict(resolve(config, world_size=self._planner.cluster.world_size))
         except ConfigError:
             return None
         except (ValueError, RuntimeError) as error:  # a model that cannot be traced with these values

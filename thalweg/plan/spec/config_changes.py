@@ -1,12 +1,11 @@
-"""A config with a few values exchanged, resolved anew, so that every rule is asked again."""
+"""A config with a few values exchanged, and those that a plan chooses itself."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
-from thalweg.config import Config, resolve
-from thalweg.config.schema.base import AUTO, replace_by_path
+from thalweg.config import Config
 from thalweg.zero.storage.nvme import MOST_IN_MEMORY
 
 MAX_IN_CPU_KEY = "zero_optimization.offload_param.max_in_cpu"
@@ -14,15 +13,6 @@ MAX_IN_CPU_KEY = "zero_optimization.offload_param.max_in_cpu"
 # copy in the compute dtype and holes between them.
 _RESIDENT_SHARE, _RESIDENT_BYTES = 1 / 8, 8
 _DERIVED_KEYS = ("train_batch_size", "data_parallel_size")
-
-
-def resolve_with_changes(config: Config, changes: dict[str, Any], world_size: int) -> Config:
-    """The checked ``config`` with ``changes`` (dotted keys), resolved; the batch of a step stays as it is.
-
-    Raises:
-        ConfigError: the values contradict each other.
-    """
-    return resolve(replace_by_path(config, {"data_parallel_size": AUTO, **changes}), world_size=world_size)
 
 
 def apply_changes(config_dict: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -77,7 +77,6 @@ class FsdpUnitEvents:
         for leaf in tree_flatten(output)[0]:
             if isinstance(leaf, Tensor) and leaf.requires_grad and needs_unshard:
                 leaf.register_hook(self.pre_backward)
-        return None
 
     @property
     def is_paged(self) -> bool:

@@ -95,12 +95,11 @@ def trace_step(
     apply_activation_checkpointing(model, list(blocks.values()), run_spec.activation_checkpointing, offload_recorder)
     tiling = _apply_tiling(model, run_spec)
     source = FsdpEventSource(recorder, run_spec)
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with FakeTensorMode(allow_non_fake_inputs=True):
         whole_bytes = _replace_with_fakes(model, param_specs, run_spec)
         sizes = _install_unit_hooks(model, units, param_specs, source)
         if tiling is not None:
             tiling.trust_current_hooks()
-        del fake
         dtype = None if run_spec.autocast_dtype is None else parse_dtype(run_spec.autocast_dtype)
         autocast = nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
         with autocast, nullcontext() if run_spec.on_cpu else GpuKernelMode():
@@ -313,7 +312,6 @@ def _trace_updates(
             optimizer.step()
             site_state = site_state or [torch.empty_like(shard, dtype=torch.float32) for shard in shards * copies]
         recorded.append(recorder.pop_events())
-    recorder.pop_events()
     recorded[0][:0] = creation_events
     persistent_ids = {number for number, _, _ in recorded[0] if number > 0} - {-n for n, _, _ in recorded[0] if n < 0}
     first = [(n, size, "optimizer" if n in persistent_ids else label) for n, size, label in recorded[0]]

@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.parse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -137,12 +136,14 @@ class Client:
 
     def terminate_server(self) -> None:
         """End the server and wait until it is gone."""
+
+        def is_gone() -> bool:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self._pid, os.WNOHANG)  # where it is our own child
+            return not is_process_alive(self._pid, self._start_time)
+
         if _signal_process(self._pid, self._start_time, signal.SIGTERM):
-            deadline = time.monotonic() + 60
-            while time.monotonic() < deadline and is_process_alive(self._pid, self._start_time):
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(self._pid, os.WNOHANG)  # where it is our own child
-                time.sleep(0.02)
+            wait_until(is_gone, 60, 0.02)
         unregister_deployment(self.name, self._pid)
 
     def _stream(

@@ -483,8 +483,7 @@ async def tokenize_prompts(
     """Return the token ids of each prompt in a ``prompt`` field."""
     max_tokens = model_info.max_length - (model_info.kind == "causal")
     tokenized = []
-    for each in split_prompts(prompt):
-        tokens = each
+    for tokens in split_prompts(prompt):
         if isinstance(tokens, str):
             tokens = await tokenizer.encode(tokens, add_special_tokens, max_tokens, param)
         if not tokens:

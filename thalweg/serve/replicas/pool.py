@@ -222,7 +222,15 @@ class BasePool:
 
     def health(self) -> tuple[bool, str]:
         """Whether a request that comes now would be served, and why not."""
-        raise NotImplementedError
+        if self.draining:
+            return False, "the server is shutting down"
+        if not self.ready_replicas():
+            return False, f"no replica is running: {self._describe_replicas()}"
+        return True, ""
+
+    def _describe_replicas(self) -> str:
+        """Why each of them takes no requests."""
+        return "; ".join(f"replica {r.index}: {r.reason or 'starting'}" for r in self.replicas)
 
     def abort_all(self) -> None:
         """End every request with an error: the time for draining is over."""
@@ -291,15 +299,14 @@ class ReplicaPool(BasePool):
 
     def health(self) -> tuple[bool, str]:
         """Whether a request that comes now would be served, and why not."""
-        if self.draining:
-            return False, "the server is shutting down"
         ready = self.ready_replicas()
-        if not ready:
-            reasons = {replica.reason for replica in self.replicas if replica.reason}
-            return False, f"no replica is running: {'; '.join(sorted(reasons)) or 'starting'}"
-        if all(replica.stalled_seconds > self.limits.stall_seconds for replica in ready):
+        if ready and not self.draining and all(r.stalled_seconds > self.limits.stall_seconds for r in ready):
             return False, f"the engine has made no progress for {min(r.stalled_seconds for r in ready):.0f} s"
-        return True, ""
+        return super().health()
+
+    def _describe_replicas(self) -> str:
+        reasons = {replica.reason for replica in self.replicas if replica.reason}
+        return "; ".join(sorted(reasons)) or "starting"
 
     async def submit(
         self, num_sequences: int, tokenize: Callable[[], Awaitable[list[Request]]], stream: bool
@@ -489,8 +496,6 @@ class Replica:
         self.stats = EngineStats()
         self.reason = ""
         self.died = asyncio.Event()
-        # Sequences that were handed over and have not ended.
-        self.num_outstanding = 0
         self._start_replica, self._start_seconds = start_replica, start_seconds
         self._handle: ReplicaProcess | None = None
         self._callbacks: dict[str, tuple[EventCallback, int]] = {}  # by request, with its sequences that run
@@ -518,6 +523,11 @@ class Replica:
         except TimeoutError:
             await self.stop(grace=0.0, reason=f"the engine was not ready in {self._start_seconds:g} s")
             raise RuntimeError(self.reason) from None
+
+    @property
+    def num_outstanding(self) -> int:
+        """Sequences that were handed over and have not ended."""
+        return sum(num_sequences for _, num_sequences in self._callbacks.values())
 
     @property
     def stalled_seconds(self) -> float:
@@ -555,12 +565,9 @@ class Replica:
         if self.state != "ready":
             raise errors.ReplicaLost(self.reason)
         self._callbacks[request_id] = callback, num_sequences
-        self.num_outstanding += num_sequences
 
     def _unregister(self, request_id: str) -> EventCallback | None:
-        callback, num_sequences = self._callbacks.pop(request_id, (None, 0))
-        self.num_outstanding -= num_sequences
-        return callback
+        return self._callbacks.pop(request_id, (None, 0))[0]
 
     def _send(self, message: wire.Message) -> None:
         assert self._writer is not None
@@ -591,21 +598,15 @@ class Replica:
     def _handle_message(self, kind: str, message: wire.Message) -> None:
         if kind == "out":
             for output in wire.OUTPUTS.validate_python(message["outputs"]):
-                if entry := self._callbacks.get(output.request_id):
-                    entry[0](output)
-                    if output.finished:
-                        self._sequence_done(output.request_id)
+                if entry := self._callbacks.pop(output.request_id, None):
+                    callback, num_running = entry
+                    callback(output)
+                    if num_running > output.finished:  # with the last one the request is forgotten
+                        self._callbacks[output.request_id] = callback, num_running - output.finished
         elif kind == "beat":
             self._stalled_seconds, self.stats = message["stuck"], EngineStats(**message["stats"])
         elif (callback := self._unregister(message["id"])) is not None:
             callback(errors.BadRequest(message["error"]) if kind == "refused" else message["rows"])
-
-    def _sequence_done(self, request_id: str) -> None:
-        """A sequence of the request ended; with the last one the request is forgotten."""
-        callback, num_sequences = self._callbacks.pop(request_id)
-        self.num_outstanding -= 1
-        if num_sequences > 1:
-            self._callbacks[request_id] = callback, num_sequences - 1
 
     async def _describe_exit(self) -> str:
         """Say how the replica ended, once its socket has."""
@@ -622,7 +623,7 @@ class Replica:
         if self.state == "dead":
             return
         self.state, self.reason = "dead", reason
-        callbacks, self._callbacks, self.num_outstanding = self._callbacks, {}, 0
+        callbacks, self._callbacks = self._callbacks, {}
         for callback, _ in callbacks.values():
             callback(errors.ReplicaLost(reason))
         if self._writer is not None:

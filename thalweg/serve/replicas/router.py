@@ -290,15 +290,6 @@ class ReplicaRouter(BasePool):
         for replica in self.replicas:
             replica.abort_connections()
 
-    def health(self) -> tuple[bool, str]:
-        """Whether a request that comes now would be served, and why not."""
-        if self.draining:
-            return False, "the server is shutting down"
-        if not self.ready_replicas():
-            reasons = "; ".join(f"replica {r.index}: {r.reason or 'starting'}" for r in self.replicas)
-            return False, f"no replica is running: {reasons}"
-        return True, ""
-
     async def submit(self, method: str, target: str, body: bytes) -> AsyncGenerator[ForwardedResponse | bytes]:
         """Yield the response of a replica, then what follows of a stream; closing the generator cancels the request.
 

@@ -650,8 +650,7 @@ def lazy_init(root: Any, dtypes: tuple[torch.dtype, torch.dtype] | None = None) 
             assert param.gathers_what_is_updated, f"FSDP2 has copied the shard of a parameter of {group.name!r}"
             param.gather_integers_uncast()
             param.set_grad_dtype()
-    if dtypes is not None:
-        for group in get_fsdp_groups(root):
+        if dtypes is not None:
             group.support_unfreezing(*dtypes)
 
 
@@ -689,7 +688,7 @@ def mark_collective_forward(root: nn.Module) -> None:
 
 def _reduce_plain(module: nn.Module, protocol: Any) -> Any:
     check_whole(module.parameters(), "pickling the model")
-    plain = copy_plain(module, left_out=_ATTRIBUTES)
+    plain = copy_plain(module, {}, left_out=_ATTRIBUTES)
     # The usual constructor insists on the object's present class; this one, as old as pickle, does not.
     return copyreg._reconstructor, (type(plain), object, None), *plain.__reduce_ex__(2)[2:]  # type: ignore[attr-defined]
 

@@ -174,10 +174,8 @@ class PagedUnit:
         self.release_dest_pages: Callable[[], None] | None = None
         self._versions = [param.version() for param in params]
 
-    def start_read(self, page_source: PagedUnit | None = None) -> None:
+    def start_read(self, page_source: PagedUnit | None) -> None:
         """Start reading, into the pages of ``page_source`` if there is one: an evicted unit of the same size."""
-        if self.phase != "out":
-            return
         self.rewrite_stale()
         if page_source is not None and page_source is not self:
             assert page_source.phase == "out" and page_source.reserved_bytes == self.reserved_bytes
@@ -187,8 +185,7 @@ class PagedUnit:
         self.phase = "coming"
 
     def wait_read(self) -> None:
-        """Return when the unsharded parameters hold the bytes."""
-        self.start_read()
+        """Return when the unsharded parameters hold the bytes, which are coming or there."""
         if self.phase == "in":
             return
         try:
@@ -446,8 +443,7 @@ def build_param_paging(
             return None
         packed_bytes = {name: sum(map(_packed_bytes, specs_by_unit[name])) for name in paged}
         file_bytes = {
-            name: packed_bytes[name]
-            + sum(_master_bytes(spec) for spec in specs_by_unit[name] if spec.master_dtype != spec.compute_dtype)
+            name: packed_bytes[name] + sum(_master_bytes(spec) for spec in specs_by_unit[name] if spec.has_copy)
             for name in paged
         }
         swap, ring = _make_swap_file(section.nvme_path, sum(file_bytes.values()))
