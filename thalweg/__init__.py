@@ -6,6 +6,7 @@ prints nothing and creates no device context.
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import Any
 
@@ -46,7 +47,13 @@ __all__ = ["__version__", *_PUBLIC]
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'thalweg' has no attribute {name!r}")
-    module = importlib.import_module(_PUBLIC[name])
+    collects = gc.isenabled()
+    gc.disable()  # collections would look at all that torch has made, again and again: a fifth of this import
+    try:
+        module = importlib.import_module(_PUBLIC[name])
+    finally:
+        if collects:
+            gc.enable()
     is_public_itself = module.__name__ == f"thalweg.{name}" or name == "checkpointing"
     return module if is_public_itself else getattr(module, name)
 

@@ -65,6 +65,21 @@ def test_the_first_use_is_quick() -> None:
     assert _least(code) < FIRST_USE_LIMIT
 
 
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_first_use_collects_no_garbage(collects: bool) -> None:
+    """And leaves the collector as it was."""
+    code = f"""
+import gc, torch.distributed.fsdp
+{"" if collects else "gc.disable()"}
+starts = []
+gc.callbacks.append(lambda phase, info: starts.append(phase))
+import thalweg
+thalweg.initialize
+print(len(starts), gc.isenabled())
+"""
+    assert _run(code).split() == ["0", str(collects)]
+
+
 def test_an_import_of_the_engine_loads_nothing_that_only_a_job_uses() -> None:
     """Beyond torch's own parts: no plan, no compiler, no Hugging Face; what torch loads itself is not ours."""
     code = """

@@ -138,7 +138,9 @@ later = partial(unsupported, status="later")
 class Section(BaseModel):
     """A block of options; every field is an option of that name in the JSON."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
+    )
 
     @field_validator("*", mode="wrap")
     @classmethod
