@@ -165,6 +165,7 @@ def make_config(combination: Combination, folder: str, **changes: Any) -> dict[s
         "gradient_clipping": 1.0,
         "cpu_kernels": "torch",
         "log_level": "warning",
+        "health": {"replica_check_steps": 1},  # what ranks hold alike is the same to the bit after each step
         "optimizer": {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}},
         **combination.config(folder),
         **changes,
