@@ -99,11 +99,11 @@ def test_a_bit_that_one_rank_has_otherwise_is_found_and_named(tmp_path: Path, ca
     results = run_ranks(_drift, world, case, seed, str(tmp_path), device="sim")
     name = results[-1][0]
     others = [world - 3] if case == "copies of shards" else [*range(world - 1)]
-    odd = f"{name} on ranks {others} and [{world - 1}] (1 in all)"
+    odd = f": {name}, ranks {others} and [{world - 1}]. "
     for _, said in results:
         assert said["intact"] == said["no check"] == [f"{STEPS} steps"]
         (in_step, steps), (before_save, all_steps) = said["in a step"], said["before a save"]
-        assert in_step.startswith(f"after step {EVERY}, ranks hold other values") and odd in in_step, in_step
+        assert in_step.startswith(f"after step {EVERY}, ranks that should hold the same") and odd in in_step, in_step
         assert before_save.startswith("before checkpoint before a save, ") and odd in before_save, before_save
         assert (steps, all_steps) == (f"{EVERY} steps", f"{STEPS} steps")
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"intact"}  # what drifted was not written

@@ -42,18 +42,20 @@ def check_replicas(sharded: ShardedModel, world_group: dist.ProcessGroup, when: 
     differ: list[str] = []
     for group, by_name in hashes.items():
         rows: list[Any] = [None] * group.size()
-        dist.all_gather_object(rows, torch.stack([*by_name.values()]).tolist(), group=group)
+        own = torch.stack([value.to(sharded.device) for value in by_name.values()])
+        dist.all_gather_object(rows, own.tolist(), group=group)
         for name, column in zip(by_name, zip(*rows, strict=True), strict=True):
             ranks_by_value = defaultdict(list)
             for rank, value in zip(dist.get_process_group_ranks(group), column, strict=True):
                 ranks_by_value[value].append(rank)
             if len(ranks_by_value) > 1:
-                differ.append(f"{name} on ranks {' and '.join(map(str, ranks_by_value.values()))}")
+                differ.append(f"{name}, ranks {' and '.join(map(str, ranks_by_value.values()))}")
     everywhere: list[Any] = [None] * dist.get_world_size(world_group)
     dist.all_gather_object(everywhere, differ, group=world_group)
     if lines := sorted({line for one in everywhere for line in one}):
+        more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
         raise ReplicasDifferError(
-            f"{when}, ranks hold other values of the same parameters: {'; '.join(lines[:4])} ({len(lines)} in all). "
-            "Memory, a processor or a link has failed, or a program wrote to them on one rank. Go on from the last "
-            "checkpoint: replicas are compared before each is written"
+            f"{when}, ranks that should hold the same parameters do not: {'; '.join(lines[:4])}{more}. Memory, a "
+            "processor or a link has failed, or a program wrote to them on one rank. Go on from the last checkpoint: "
+            "replicas are compared before each is written"
         )
