@@ -37,6 +37,7 @@ from torch.distributed.fsdp import fully_shard
 
 import thalweg
 from thalweg.infer import EngineConfig, SamplingParams, load_engine
+from thalweg.infer.engine.engine import LLMEngine
 from thalweg.rlhf.rollout import generate_rollout
 from thalweg.rlhf.weight_sync import HybridEngine
 
@@ -217,7 +218,7 @@ def measure_memory(width: int, num_layers: int) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")
     with hybrid.generation() as core:
         peak, own = _peak(), _resident()
-        assert core.runner.num_blocks
+        assert isinstance(core, LLMEngine) and core.runner.num_blocks
     layer = sum(p.numel() * 4 for p in actor.module.transformer.h[0].parameters())
     mib = {"own": own - rest, "above_described": peak - described, "bucket": hybrid.weights._bucket_bytes}
     return {name: value / 2**20 for name, value in mib.items()} | {

@@ -11,12 +11,12 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -199,27 +199,34 @@ def build_meshes(
     if world_size % inner:
         text = " times ".join(f"{name} = {size}" for name, size in degree_by_key.items())
         raise ValueError(f"{world_size} ranks cannot be divided into groups of {inner}: {text}")
-    shape = (dims.pp, world_size // inner, dims.cp, dims.sp, dims.tp)
-    grid = init_device_mesh(device.type, shape, mesh_dim_names=("pp", DATA_AXIS, "cp", "sp", "tp"))
+    names = ("pp", DATA_AXIS, "cp", "sp", "tp")
+    ranks = torch.arange(world_size).view(dims.pp, -1, dims.cp, dims.sp, dims.tp)
+    grid = new_submesh(ranks, names, device.type, dist.group.WORLD)
+    coords = grid.get_coordinate()
+    assert coords is not None
+    stage, tp_coord = ranks[coords[0]], coords[-1]
+
+    def flat_mesh(axis_ranks: Tensor, name: str) -> DeviceMesh:
+        return new_submesh(axis_ranks.flatten(), (name,), device.type, dist.group.WORLD)
+
     dp = grid[DATA_AXIS]
     cp = grid["cp"] if dims.cp > 1 else None
     ulysses = grid["sp"] if dims.sp > 1 else None
     fsdp, sequence = dp, cp or ulysses
     if sequence is not None:
-        fsdp = grid[DATA_AXIS, "cp", "sp"]._flatten("dp_cp_sp")
+        fsdp = flat_mesh(stage[..., tp_coord], "dp_cp_sp")
     if cp is not None and ulysses is not None:
-        sequence = grid["cp", "sp"]._flatten("cp_sp")
+        sequence = flat_mesh(stage[coords[1], ..., tp_coord], "cp_sp")
     tp = grid["tp"] if dims.tp > 1 else None
     tp_fsdp = None
     if tp is not None:
-        stage = torch.arange(world_size).view(dims.pp, -1)[grid.get_local_rank("pp")]
-        ranks = stage.view(-1, dims.tp).T.contiguous()
         groups = [tp.get_group(), fsdp.get_group()]
-        tp_fsdp = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("tp", DATA_AXIS))
+        mesh_ranks = stage.reshape(-1, dims.tp).T.contiguous()
+        tp_fsdp = DeviceMesh.from_group(groups, device.type, mesh=mesh_ranks, mesh_dim_names=("tp", DATA_AXIS))
     pp = grid["pp"] if dims.pp > 1 else None
     pp_reverse_group: Any = None
     if pp is not None and device.type != "cpu":
-        pp_reverse_group, _ = dist.new_subgroups_by_enumeration(grid.mesh.flatten(1).T.tolist())
+        pp_reverse_group = new_subgroup(pp.mesh.tolist(), dist.group.WORLD, use="to earlier stages")
     return ParallelMeshes(fsdp, dp, sequence, tp, tp_fsdp, cp, ulysses, pp, pp_reverse_group)
 
 
@@ -252,7 +259,7 @@ def control_group(group: dist.ProcessGroup | None, device: torch.device | None =
     if takes_tensors_of(whole, device or torch.device("cpu")):
         return whole
     if whole not in _control_groups:
-        _control_groups[whole] = new_subgroup(dist.get_process_group_ranks(whole), whole, backend="gloo")
+        _control_groups[whole] = new_subgroup(dist.get_process_group_ranks(whole), whole, "gloo", "control")
     return _control_groups[whole]
 
 
@@ -264,26 +271,39 @@ class _SubgroupCount:
 
 
 _num_subgroups = _SubgroupCount()
+# Torch has the references to them, until it destroys them.
+_subgroups: WeakValueDictionary[tuple[object, ...], dist.ProcessGroup] = WeakValueDictionary()
 
 
 def new_subgroup(
-    ranks: Sequence[int], parent: dist.ProcessGroup | None = None, backend: str | None = None
+    ranks: Sequence[int], parent: dist.ProcessGroup | None = None, backend: str | None = None, use: str | None = None
 ) -> dist.ProcessGroup:
     """A process group of these ranks (of the job); only those of ``parent`` take part in making it, all at
     once, each for its own subgroup; it may be left out for a rank alone.  ``backend``: by default the job's.
+
+    ``use``: what the group is for.  The one that was made for this is returned again, to the next engine of a
+    process too: a group keeps threads, connections and, of NCCL, memory of the device until it is destroyed, and no
+    engine can do that alone.  None: a group of its own, which the caller destroys.
 
     torch names such a group by its ranks and by how many groups this process has, or has made.  Ranks that have
     unequally many (experts on other stages, a group of the user's) would wait for each other for ever: here, and with
     torch 2.14 at the next group of the whole job.  So it gets a name of ours, and torch's count stays as it was.
     """
     assert parent is not None or len(ranks) == 1
-    count = torch.tensor([_num_subgroups.value])
-    if parent is not None:
-        count = count if takes_tensors_of(parent, count.device) else count.to(current_accelerator())
-        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=parent)
-    _num_subgroups.value = int(count) + 1
-    name = hashlib.sha1(f"{int(count)} {list(ranks)}".encode(), usedforsecurity=False).hexdigest()
     c10d: Any = distributed_c10d
+    key = ("alone" if use and len(ranks) == 1 else use, backend, *ranks)
+    found = None if use is None else _subgroups.get(key)
+    if found not in c10d._world.pg_map:  # None, or destroyed
+        found = None
+    agreed = torch.tensor([_num_subgroups.value, found is None])
+    if parent is not None:
+        agreed = agreed if takes_tensors_of(parent, agreed.device) else agreed.to(current_accelerator())
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=parent)
+    count, somebody_lacks_it = agreed.tolist()
+    if found is not None and not somebody_lacks_it:
+        return found
+    _num_subgroups.value = count + 1
+    name = hashlib.sha1(f"{count} {list(ranks)}".encode(), usedforsecurity=False).hexdigest()
     hash_ranks, torch_count = c10d._hash_ranks_to_str, c10d._world.group_count
     c10d._hash_ranks_to_str = lambda ranks: name
     try:
@@ -292,21 +312,34 @@ def new_subgroup(
     finally:
         c10d._hash_ranks_to_str, c10d._world.group_count = hash_ranks, torch_count
     assert isinstance(new_group, dist.ProcessGroup)
+    if use is not None:
+        _subgroups[key] = new_group
     return new_group
 
 
+def destroy_subgroup(group: dist.ProcessGroup) -> None:
+    """End a group's threads and connections, unless the user has destroyed all groups before."""
+    with suppress(ValueError, AssertionError):
+        dist.destroy_process_group(group)
+
+
 def new_submesh(
-    ranks: Tensor, dim_names: tuple[str, ...], device_type: str, parent: dist.ProcessGroup | None = None
+    ranks: Tensor,
+    dim_names: tuple[str, ...],
+    device_type: str,
+    parent: dist.ProcessGroup | None = None,
+    use: str = "axis",
 ) -> DeviceMesh:
-    """A mesh over ``ranks``, this one among them, that only those of ``parent`` take part in making.
+    """A mesh over ``ranks``, this one among them, that only those of ``parent`` take part in making; ``use``, with an
+    axis' name, as in :func:`new_subgroup`.
 
     A plain ``DeviceMesh`` of a part of the job would wait for everybody to make the same one.
     """
     coords = (ranks == dist.get_rank()).nonzero()[0].tolist()
     groups = []
-    for axis in range(ranks.ndim):
+    for axis, name in enumerate(dim_names):
         axis_ranks = ranks[tuple(slice(None) if a == axis else i for a, i in enumerate(coords))]
-        groups.append(new_subgroup(axis_ranks.tolist(), parent))
+        groups.append(new_subgroup(axis_ranks.tolist(), parent, use=f"{use} {name}"))
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=dim_names)
 
 
@@ -323,4 +356,4 @@ def split_data_mesh(mesh: DeviceMesh, shard_size: int, key: str = "zero_optimiza
             f"{key} = {shard_size} does not divide the {num_ranks} data-parallel ranks: use one of {divisors}"
         )
     grid = mesh.mesh.flatten().view(-1, shard_size)
-    return new_submesh(grid, ("dp_outer", DATA_AXIS), mesh.device_type, mesh.get_group())
+    return new_submesh(grid, ("dp_outer", DATA_AXIS), mesh.device_type, mesh.get_group(), key)

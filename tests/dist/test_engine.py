@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from tests import inspect
 from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
+from tests.dist.moe_models import ModuleListMoEModel as MoEModel
 from tests.dist.parity import (
     FP32_SLACK,
     ParityCase,
@@ -741,3 +742,55 @@ def test_the_flops_profiler_shows_one_pass_of_the_step_it_is_told(tmp_path, stag
     first, *modules = text.splitlines()
     assert first.startswith(f"profile of step {profile_step}: {params} parameters") and f"{flops:g} FLOPs" in first
     assert flops == 2 * 2 * 8 * 8 * 2 and [line.split()[0] for line in modules] == ["ShiftedLayers"]
+
+
+# Each kind of group: axes, parts of an axis, experts' groups, levels of hosts, those of a thread.
+GROUPS = {
+    "tensor": {"tensor_parallel": {"autotp_size": 2}, "checkpoint": {"asynchronous": True}},
+    "sequence": {"sequence_parallel_size": 2},
+    "ring": {"context_parallel_size": 2, "sequence_parallel_size": 2},
+    "MiCS": {"zero_optimization": {"stage": 3, "mics_shard_size": 2}},
+    "MiCS, stage 1": {"zero_optimization": {"stage": 1, "mics_shard_size": 2}},
+    "experts": {"expert_parallel": {"enabled": True, "autoep_size": 2}},
+    "wire": {"zero_optimization": {"stage": 3}},
+    "two hosts": {"zero_optimization": {"stage": 3}},
+    "pipeline": {"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}},
+}
+
+
+def _train_one_after_another(rank, world, kind, folder):
+    """By engine: threads and process groups of this rank once it is closed, or gone without that."""
+    import torch.distributed.distributed_c10d as c10d
+
+    patch = pytest.MonkeyPatch()
+    patch.setenv("THALWEG_SHARED_MEMORY", "0" if kind == "wire" else "1")
+    patch.setenv("THALWEG_HOST", str(rank // 2) if kind == "two hosts" else "one")
+    counts = []
+    for turn in range(5):
+        model = MoEModel() if kind == "experts" else tiny_gpt()
+        engine = start(model, 2, log_level="error", **GROUPS[kind])
+        tokens, labels = make_batch(0, 4)
+        if kind == "pipeline":
+            engine.train_batch(iter([(tokens, labels)]))
+        else:
+            engine.backward(engine(tokens).logsumexp(-1).mean() if kind == "experts" else engine(tokens, labels))
+            engine.step()
+        if kind == "tensor":
+            engine.save_checkpoint(folder)
+        if turn % 2 == 0 or kind == "tensor":
+            engine.close()
+        del engine, model
+        gc.collect()
+        dist.barrier()
+        counts.append((len(list(Path("/proc/self/task").iterdir())), len(c10d._world.pg_map)))
+    patch.undo()
+    return counts
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_engines_one_after_another_leave_no_process_groups(kind, tmp_path):
+    """Each group keeps threads, connections and, of NCCL, memory of the device until its end."""
+    for counts in run_ranks(_train_one_after_another, 4, kind, str(tmp_path)):
+        threads, groups = zip(*counts[1:], strict=True)
+        assert len(set(groups)) == 1, counts
+        assert max(threads) <= threads[0] + 2, counts  # of others: a torch pool may begin late

@@ -27,7 +27,9 @@ def test_a_ring_is_page_locked() -> None:
     ring[1].random_()
     there.copy_(ring[1], non_blocking=True)
     assert torch.equal(there.cpu(), ring[1])
-    ring.close()
+    del ring
+    again = BufferRing(2, 1 << 20, pin=True)  # whose pages may be those that the first one has unlocked
+    assert again.pinned and again[0].is_pinned()
 
 
 def test_the_update_writes_copies_on_the_device(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ class BackgroundSave:
             self._ranks = ranks
             if ranks.world_size > 1:
                 members = dist.get_process_group_ranks(ranks.group)
-                self._ranks = replace(ranks, group=new_subgroup(members, ranks.group, backend="gloo"))
+                self._ranks = replace(ranks, group=new_subgroup(members, ranks.group, "gloo", "background save"))
         threading.Thread(target=self._run, args=(write, self._ranks), name=_THREAD_NAME, daemon=False).start()
 
     def _run(self, write: Callable[[RankGroup], Any], ranks: RankGroup) -> None:

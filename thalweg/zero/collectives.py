@@ -294,11 +294,11 @@ def _build_hierarchical(
 
 def _build_wire(spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups | None = None) -> Collectives:
     zero, size, cpu = spec.zero, spec.mesh.size(), spec.device.type == "cpu"
-    async_reduction = AsyncReduction() if cpu and size > 1 and spec.replicas is None else None
-    # Of its own, as the thread's collectives and the main thread's come in no common order.
-    reduce_group = spec.group if async_reduction is None else hierarchical.make_subgroup(range(size), spec.group)
-    if not spec.overlaps:
-        async_reduction = None
+    async_reduction, reduce_group = None, spec.group
+    if cpu and size > 1 and spec.replicas is None and spec.overlaps:
+        # Of its own, as the thread's collectives and the main thread's come in no common order.
+        reduce_group = hierarchical.make_subgroup(range(size), spec.group, use=None)
+        async_reduction = AsyncReduction(reduce_group)
     if spec.replicate or size == 1:
         return spec.build(
             "private",

@@ -70,14 +70,14 @@ class HostGroups:
             return None
         local_ranks = next(found for found in ranks_by_host if topology.rank in found)
         peer_ranks = next(found for found in zip(*ranks_by_host, strict=True) if topology.rank in found)
-        intra, inter = (make_subgroup(ranks, group) for ranks in (local_ranks, peer_ranks))
+        intra, inter = (make_subgroup(ranks, group, "hosts") for ranks in (local_ranks, peer_ranks))
         topologies = topology.for_subgroup(local_ranks), topology.for_subgroup(peer_ranks)
         return cls(ranks_by_host, intra, inter, *topologies, peer_ranks)
 
 
-def make_subgroup(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A process group of ``ranks`` (those of ``group``, which all make theirs at once)."""
-    return new_subgroup([dist.get_global_rank(group, rank) for rank in ranks], group)
+def make_subgroup(ranks: Sequence[int], group: dist.ProcessGroup, use: str | None) -> dist.ProcessGroup:
+    """A process group of ``ranks`` (those of ``group``, which all make theirs at once) for ``use``."""
+    return new_subgroup([dist.get_global_rank(group, rank) for rank in ranks], group, use=use)
 
 
 class HierarchicalReduceScatter(SharedMemoryReducer):

@@ -44,7 +44,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d  # 
 from thalweg.comm.topology import get_host_key
 from thalweg.device import resolve_device
 from thalweg.infer.config import EngineConfig
-from thalweg.parallel_dims import init_distributed, without_communicator_split
+from thalweg.parallel_dims import destroy_subgroup, init_distributed, without_communicator_split
 
 _LENGTH = struct.Struct("!I")
 _FRAME_BYTES = 4096  # of a message; longer ones have a second part
@@ -206,8 +206,7 @@ class InferenceGroup:
         self._connect = _refuse_connection
         for group in groups.values():
             if isinstance(group, dist.ProcessGroup):  # one that torch.distributed has a reference to
-                with contextlib.suppress(ValueError, AssertionError):  # the user has destroyed all of them before
-                    dist.destroy_process_group(group)
+                destroy_subgroup(group)
         groups.clear()
         group = None  # the destructor closes the connections: the others' receive() fails
         for process in self.processes:

@@ -175,8 +175,9 @@ def _build_expert_mesh(
     first = rank // ep_size * ep_size
     # Only this data axis takes part, so that others of the job need not do the same.
     rank_groups = (ranks[first : first + ep_size], ranks[rank % ep_size :: ep_size])
-    groups = [new_subgroup(members, data.get_group()) for members in rank_groups]
-    ep_group, names = groups[0], ("ep", "copies")
+    names = ("ep", "copies")
+    groups = [new_subgroup(m, data.get_group(), use=name) for m, name in zip(rank_groups, names, strict=True)]
+    ep_group = groups[0]
     grid = torch.tensor(ranks).view(-1, ep_size).T
     if tp_layout is not None:
         groups, names = [tp_layout.mesh.get_group(0), *groups], ("tp", *names)

@@ -16,21 +16,26 @@ interpreter's lock.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+import torch.distributed as dist
 
 from thalweg.comm.collectives.reducer import TrySubmit
+from thalweg.parallel_dims import destroy_subgroup
 from thalweg.zero.fsdp2.private_api import FSDPGroupHandle, is_in_backward, queue_backward_callback
 
 _MAX_PENDING = 2  # reductions that wait at a time, which bounds the memory of their inputs
 
 
 class AsyncReduction:
-    """What hands the reductions of one model to the background: a queue, and the thread that runs it."""
+    """What hands the reductions of one model to the background: a queue, the thread that runs it, and its group."""
 
-    def __init__(self) -> None:
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self._destroy_group = weakref.finalize(self, destroy_subgroup, process_group)
+        self._destroy_group.atexit = False
         self._pending: list[Future[None]] = []
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="thalweg-reduce")  # starts no thread yet
         self._callback_queued = False
@@ -66,6 +71,7 @@ class AsyncReduction:
             raise errors[0]
 
     def close(self) -> None:
-        """End the thread, after what it is at."""
+        """End the thread, after what it is at, and its group."""
         self._executor.shutdown(wait=True, cancel_futures=True)
         self._pending = []
+        self._destroy_group()
