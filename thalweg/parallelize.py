@@ -246,7 +246,7 @@ def parallelize(
     if device.type == "cpu":
         window.add_listener(MallocThreadCache())
     if (seconds := config.health.hang_seconds) and dist.get_world_size() > 1:
-        watch = HangWatch(meshes.world_group, ledger, seconds, config.health.heartbeat_seconds)
+        watch = HangWatch(meshes.world_group, ledger, device, seconds, config.health.heartbeat_seconds)
         window.add_listener(StepCallbacks(on_step=lambda _: watch.count_step(), on_close=watch.close))
     if config.fp16.enabled or config.token_weighted_loss:
         accumulation.register_loss_scale_hooks(model, window, read_loss_scale)

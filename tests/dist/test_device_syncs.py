@@ -15,8 +15,9 @@ from torch import nn
 
 from tests.dist.models import OddShapesModel, make_batch, tiny_gpt
 from tests.dist.parity import MICRO_BATCH_SIZE, full_tensors
-from tests.harness import run_ranks
+from tests.harness import is_device_real, run_ranks
 from tests.marks import nightly
+from tests.simdevice import accelerator
 from thalweg.zero.fsdp2 import private_api
 from thalweg.zero.whole_parameter import get_shard
 
@@ -106,14 +107,14 @@ def test_a_step_of_adamw_waits_for_nothing(world, names):
 def test_an_optimizer_that_must_be_told_waits_once():
     """The control: the counter sees what is there to be seen."""
     sgd = _stage(2, optimizer={"type": "SGD", "params": {"lr": 1e-2}}, gradient_clipping=0.05)
-    assert run_ranks(_syncs_of_steps, 1, {"sgd": sgd}, device="sim") == [{"sgd": {"event": 3}}]
+    assert run_ranks(_syncs_of_steps, 1, {"sgd": sgd}, device="simulated") == [{"sgd": {"event": 3}}]
 
 
 def _syncs_of_two_places(rank: int, world: int) -> dict[str, int]:
     """Of a step whose parameters are on the host but for a 0-dim one, which comes first."""
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     engine = _initialize(OddShapesModel(), zero_optimization=zero)
-    assert {get_shard(p).device.type for p in engine.module.parameters()} == {"cpu", "sim"}
+    assert {get_shard(p).device.type for p in engine.module.parameters()} == {"cpu", accelerator().type}
     engine.backward(engine(*_batch(0, rank, world, engine.device)))
     found = _count_syncs(engine.step)
     engine.close()
@@ -122,7 +123,7 @@ def _syncs_of_two_places(rank: int, world: int) -> dict[str, int]:
 
 def test_a_verdict_for_two_places_is_read_here():
     """A kernel of the host's would read it before it has come."""
-    for found in run_ranks(_syncs_of_two_places, 2, device="sim"):
+    for found in run_ranks(_syncs_of_two_places, 2, device="simulated"):
         assert found["event"] == 1, found
 
 
@@ -166,7 +167,7 @@ def test_what_hangs_on_the_verdict_is_made_good(dtype, late):
             assert device[key] == host[key], key
         assert device["norms"] == pytest.approx(host["norms"], rel=1e-3, nan_ok=True)
         for ours, theirs in zip(device["parameters"], host["parameters"], strict=True):
-            assert abs(ours - theirs).max() < 2e-5
+            assert abs(ours - theirs).max() < (1e-4 if is_device_real() else 2e-5)  # half precision's products differ
 
 
 def _checkpoint_after_a_skip(rank: int, world: int, folder: str) -> list[Any]:
@@ -201,7 +202,7 @@ def _write_shard(rank: int, world: int, folder: str) -> Any:
         "n": torch.tensor(7, dtype=torch.int64),
         "z": torch.zeros(0, 3),
     }
-    on_device = {key: value.to("sim") for key, value in values.items()}
+    on_device = {key: value.to(accelerator()) for key, value in values.items()}
     names = {"f": "bfloat16", "t": "float32", "n": "int64", "z": "float32"}
     entries = [shards.TensorEntry(key, names[key], tuple(value.shape)) for key, value in values.items()]
     path, on_its_way = Path(folder) / "x.safetensors", (on_device[entry.key] for entry in entries)
@@ -229,7 +230,7 @@ def _huge_gradient(rank: int, world: int) -> list[float]:
         (torch.float32, 1e-30),
         (torch.float32, math.inf),
     ):
-        parameter = nn.Parameter(torch.zeros(4, 100, dtype=dtype, device="sim"))
+        parameter = nn.Parameter(torch.zeros(4, 100, dtype=dtype, device=accelerator()))
         parameter.grad = torch.full_like(parameter, value)
         torch.accelerator.reset_peak_memory_stats()
         before = torch.accelerator.memory_allocated()
@@ -265,7 +266,8 @@ def _launches_of_low_bit_states(rank: int, world: int, state_dtype: str) -> list
 def test_launches_of_low_bit_states_are_bounded_by_tensors(state_dtype):
     """S1: not by chunks of a core's cache (here 1 and 8 of them)."""
     (small, large), *_ = run_ranks(_launches_of_low_bit_states, 1, state_dtype, device="sim")
-    assert small == large and large[0] < 60 and large[1] == {}, (small, large)
+    bound = 80 if is_device_real() else 60  # an H200's are smaller
+    assert small == large and large[0] < bound and large[1] == {}, (small, large)
 
 
 def _backward_at_world_1(rank: int, world: int) -> list[int]:
@@ -275,9 +277,9 @@ def _backward_at_world_1(rank: int, world: int) -> list[int]:
     def make() -> nn.Module:
         return nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
 
-    x = torch.ones(2, 32, device="sim")
+    x = torch.ones(2, 32, device=accelerator())
     engine = _initialize(make(), zero_optimization={"stage": 2})
-    bare, mesh = make().to("sim"), init_device_mesh("sim", (1,))
+    bare, mesh = make().to(accelerator()), init_device_mesh(accelerator().type, (1,))
     for module in (*bare, bare):  # the same units
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
     launches = []
@@ -333,7 +335,7 @@ def _copies(rank: int, world: int, folder: str) -> dict[str, dict[str, int]]:
     from thalweg.activation_checkpointing.offload import NvmeActivationOffloader
     from thalweg.data.batches import to_device
 
-    x = torch.randn(64, 1024, device="sim")
+    x = torch.randn(64, 1024, device=accelerator())
     device, saver = x.device, NvmeActivationOffloader(folder)
     kept: list[Any] = []
     found = {
@@ -527,7 +529,7 @@ def _launches_of_a_gather(rank: int, world: int, dtype: str) -> list[int]:
         group.to_sharded()
         launches.append(_count_launches(group.gather))
         assert [param.unsharded_param.device.type for param in group.params if param.unsharded_param is not None] == [
-            "sim"
+            accelerator()
         ] * num_params
         engine.close()
     return launches
@@ -548,7 +550,7 @@ def _reduce_by_groups(rank: int, world: int) -> tuple[float, float]:
     from thalweg.comm.collectives.wire import AllToAllReduce, AllToAllReduceScatter
 
     reducer, numel = AllToAllReduceScatter(AllToAllReduce(dist.group.WORLD), "unit"), 1 << 16  # type: ignore[arg-type]
-    rows, out = torch.full((world * numel,), rank + 1.0, device="sim"), torch.empty(numel, device="sim")
+    rows, out = torch.full((world * numel,), rank + 1.0, device=accelerator()), torch.empty(numel, device=accelerator())
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
     reducer(out, rows, dist.group.WORLD, dist.ReduceOp.AVG)  # type: ignore[arg-type]
@@ -570,8 +572,8 @@ def _reduce_over_two_levels(rank: int, world: int) -> tuple[list[float], dict[st
     whole = dist.group.WORLD
     assert whole is not None
     levels = AllToAllReduce(new_subgroup([rank], whole)), AllToAllReduce(whole)
-    reducer, out = TwoLevelReduceScatter(*levels, [[1, 0]], "unit"), torch.empty(3, device="sim")
-    rows = torch.tensor([[10.0] * 3, [20.0] * 3], device="sim").add_(rank).flatten()
+    reducer, out = TwoLevelReduceScatter(*levels, [[1, 0]], "unit"), torch.empty(3, device=accelerator())
+    rows = torch.tensor([[10.0] * 3, [20.0] * 3], device=accelerator()).add_(rank).flatten()
     found = _count_syncs(lambda: reducer(out, rows, whole, dist.ReduceOp.AVG))
     return out.tolist(), found
 
@@ -587,12 +589,12 @@ def _launches_of_a_codec(rank: int, world: int) -> list[tuple[int, list[float]]]
     from thalweg.comm.quantization import BlockQuantizer
 
     found, numel = [], 4096 + 96
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to("sim")
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(accelerator())
     whole = [(4096, True), (96, False)]
     for segments in (whole, [(512, True)] * 8 + [(32, False)] * 3, [(500, True)] * 8 + [(192, False)]):
         packing = make_payload_format(segments, numel, torch.float32, BlockQuantizer(8))
         assert packing is not None
-        payload, out = torch.empty(packing.num_bytes, dtype=torch.uint8, device="sim"), torch.empty_like(values)
+        payload, out = torch.empty(packing.num_bytes, dtype=torch.uint8, device=accelerator()), torch.empty_like(values)
 
         def pack_and_unpack(packing: Any = packing, payload: Any = payload, out: Any = out) -> None:
             packing.pack(values, payload)
@@ -666,7 +668,7 @@ def _syncs_of_sequences(rank: int, world: int) -> dict[str, dict[str, int]]:
     from thalweg.parallel.sequence.ulysses import heads_to_tokens, tokens_to_heads
 
     group = ParallelGroup(dist.group.WORLD)  # type: ignore[arg-type]
-    x = torch.randn(1, 4, 8, 16, device="sim")
+    x = torch.randn(1, 4, 8, 16, device=accelerator())
     by_rank, counts = [[0, 2], [1, 3]], [8, 8]
     found = {}
 
@@ -675,13 +677,13 @@ def _syncs_of_sequences(rank: int, world: int) -> dict[str, dict[str, int]]:
         heads_to_tokens(y, [2, 2], counts, group)
 
     found["ulysses"] = _count_syncs(exchange)
-    documents = torch.tensor([0] * 5 + [1] * 11, device="sim")
+    documents = torch.tensor([0] * 5 + [1] * 11, device=accelerator())
 
     def seen(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         return ((documents[rows][:, None] == documents[columns]) & (columns <= rows[:, None]))[None, None]
 
     spans = (((0, 4), (12, 16)), ((4, 8), (8, 12)))
-    q, k, v = (torch.randn(1, heads, 8, 16, device="sim", requires_grad=True) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(1, heads, 8, 16, device=accelerator(), requires_grad=True) for heads in (4, 2, 2))
     outputs: list[torch.Tensor] = []
     ring, spec = RingAttention(group), RingAttentionSpec(spans, True, seen, 0.25)
     found["ring"] = _count_syncs(lambda: outputs.append(ring.attend(q, k, v, spec)))
@@ -699,7 +701,7 @@ def test_exchanges_of_sequences_wait_for_nothing_and_a_masked_ring_once():
 def _memory_of_grouped_heads(rank: int, world: int) -> int:
     from thalweg.ops.attention.block import block_backward, block_forward
 
-    q, keys = torch.randn(1, 8, 4, 64, device="sim"), torch.randn(1, 1, 4096, 64, device="sim")
+    q, keys = torch.randn(1, 8, 4, 64, device=accelerator()), torch.randn(1, 1, 4096, 64, device=accelerator())
     options: dict[str, Any] = {"causal": False, "mask": None, "scale": 0.1}
     before = torch.accelerator.memory_allocated()
     torch.accelerator.reset_peak_memory_stats()

@@ -44,7 +44,7 @@ def _train(rank: int, world: int, folder: str, steps: int, elastic: bool = True)
         found = []
         for _ in range(engine.gradient_accumulation_steps()):
             x, y = next(batches)
-            found.append(mse_loss(engine(x), y))
+            found.append(mse_loss(engine(x), y.to(engine.device)))
             engine.backward(found[-1])
             engine.step()
         total = torch.stack(found).detach().mean()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from tests.harness import run_ranks
+from tests.harness import is_device_real, run_ranks
 from tests.marks import nightly
 from thalweg.comm.collectives import shared_memory
 
@@ -24,6 +24,20 @@ HANG = 1.2
 
 def read_a_slow_file(seconds: float) -> None:
     time.sleep(seconds)
+
+
+def read_a_loss(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+class QueuedMark:
+    """An event of a device that goes on ``seconds`` later."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.monotonic() + seconds
+
+    def query(self) -> bool:
+        return time.monotonic() > self.end
 
 
 def ask_slowly(pid: int) -> bool:
@@ -73,6 +87,12 @@ def _train(rank: int, world: int, stage: int, case: str, seconds: float) -> list
     for step in range(4):
         if step == 2 and case == "one is late" and rank == 1:
             read_a_slow_file(seconds)
+        if step == 2 and case == "one is queued" and rank == 0:
+            ledger = engine.ledger
+            assert isinstance(ledger._mark, torch.Event) and not ledger.pending(), "the device has done the step"
+            ledger._mark = QueuedMark(seconds)
+        if step == 2 and case == "one is queued":
+            (read_a_loss if rank == 0 else read_a_slow_file)(seconds + rank / 2)
         if step == 2 and case == "all pause":
             read_a_slow_file(seconds)
         if step == 2 and case == "one skips" and rank == 0:
@@ -91,13 +111,20 @@ def _train(rank: int, world: int, stage: int, case: str, seconds: float) -> list
     return heard.lines
 
 
+def steps_done() -> str:
+    """Of a rank that waits for one with two: a GPU's host is ahead of what it has done."""
+    return r"\d" if is_device_real() else "2"
+
+
 @pytest.mark.parametrize("stage", [nightly(0), 3])
 def test_the_rank_that_is_waited_for_is_named_with_its_place(stage: int) -> None:
     lines = run_ranks(_train, 3, stage, "one is late", 2.3 * HANG)
     (report,) = [line for line in lines[0] if "have waited" in line]
     assert re.search(r"rank 1 on \S+, after 2 steps: NOT THERE, at .*in read_a_slow_file", report), report
     for rank in (0, 2):
-        assert re.search(rf"rank {rank} on \S+, after 2 steps: waits in [\w <>]+ since \d+ s, from .*in _train", report)
+        assert re.search(
+            rf"rank {rank} on \S+, after {steps_done()} steps: waits in [\w <>]+ since \d+ s, from .*in _train", report
+        )
     assert any("goes on" in line for line in lines[0])
     assert not any("have waited" in line for line in lines[2]), "one rank speaks for all"
 
@@ -106,7 +133,7 @@ def test_a_rank_that_looks_whether_others_live_waits_where_it_was() -> None:
     """Samples of the stack that find it looking are of the same wait: its seconds count on, its place is the user's."""
     lines = run_ranks(_train, 2, 3, "one is late, asked slowly", 2.3 * HANG, reuse=False)
     (report,) = [line for line in lines[0] if "have waited" in line]
-    waits = r"rank 0 on \S+, after 2 steps: waits in [\w <>]+ since [1-9]\d* s, from .*in _train"
+    waits = rf"rank 0 on \S+, after {steps_done()} steps: waits in [\w <>]+ since [1-9]\d* s, from .*in _train"
     assert re.search(waits, report), report
 
 
@@ -115,6 +142,17 @@ def test_a_layer_that_torch_distributed_calls_computes() -> None:
     lines = run_ranks(_train, 2, 2, "a wrapped layer is slow", 2.3 * HANG)
     (report,) = [line for line in lines[0] if "have waited" in line]
     assert re.search(r"rank 1 on \S+, after \d steps: NOT THERE, at .*in forward", report), report
+
+
+def test_a_rank_whose_device_has_not_done_a_collective_waits() -> None:
+    """The host is past it, and waits where it reads a number, which no frame tells from a pause."""
+    lines = run_ranks(_train, 2, 2, "one is queued", 2.3 * HANG, device="sim")
+    (report,) = [line for line in lines[0] if "have waited" in line]
+    assert re.search(
+        r"rank 0 on \S+, after 2 steps: waits in all_gather of <root> since \d+ s, from .*in read_a_loss", report
+    )
+    assert re.search(r"rank 1 on \S+, after 2 steps: NOT THERE, at .*in read_a_slow_file", report), report
+    assert run_ranks(_train, 2, 2, "all pause", 2.3 * HANG, device="sim") == [[], []]
 
 
 def test_a_stopped_process_gives_no_sign_of_life() -> None:

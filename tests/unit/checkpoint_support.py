@@ -178,7 +178,8 @@ def train_steps(model: nn.Module, optimizer: Any, steps: int, seed: int = 0) -> 
     losses = []
     for _ in range(steps):
         tokens = torch.randint(0, 7, (6,), generator=generator)
-        loss = nn.functional.cross_entropy(model(tokens), tokens)
+        logits = model(tokens)
+        loss = nn.functional.cross_entropy(logits, tokens.to(logits.device))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -6,10 +6,11 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.marks import nightly
@@ -153,6 +154,57 @@ def test_saved_operators_are_not_run_again() -> None:
     assert attention not in keeps_both and "aten.addmm.default" not in keeps_both
     assert keeps_both["aten.gelu.default"] == 4
     assert attention not in operators_in_backward(small())
+
+
+class DropsTwice(nn.Module):
+    """A fused attention with dropout, as GPUs have and no processor, and a dropout after it."""
+
+    def __init__(self, attention: Callable[..., Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.attention = nn.Linear(8, 8), attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return F.dropout(self.attention(y, y, y, 0.3), 0.4)
+
+
+@pytest.fixture
+def fused_attention() -> Iterator[torch._ops.OpOverload]:
+    """An operator that draws, and gives the backward pass what it drew, as those of CUDA do."""
+    with torch.library._scoped_library("thalweg_tests", "FRAGMENT") as library:
+        library.define("attend(Tensor query, Tensor key, Tensor value, float dropout_p) -> (Tensor, Tensor)")
+        operator = torch.ops.thalweg_tests.attend.default
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+            kept = (torch.rand_like(v) >= dropout_p).to(v.dtype) / (1 - dropout_p)
+            return v * kept, kept
+
+        library.impl("attend", attend, "CPU")
+        torch.library.register_autograd(
+            "thalweg_tests::attend",
+            lambda ctx, grad, _: (None, None, grad * ctx.saved_tensors[0], None),
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
+            lib=library,
+        )
+        yield operator
+
+
+@pytest.mark.parametrize("knows_it", [True, False], ids=["", "negative control"])
+def test_what_follows_an_attention_with_dropout_draws_the_same(
+    fused_attention: torch._ops.OpOverload, knows_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept results draw nothing when the unit is computed again: on an H200 the gradients were wrong, in silence."""
+    arguments = [argument.name for argument in fused_attention._schema.arguments] if knows_it else []
+    monkeypatch.setattr(checkpoint_wrapper, "_saved_ops", lambda: {fused_attention: arguments})
+    grads = []
+    for policy in (ActivationCheckpointPolicy(), ActivationCheckpointPolicy("selective")):
+        model = nn.Sequential(DropsTwice(lambda *args: fused_attention(*args)[0]))
+        apply_activation_checkpointing(model, list(model), policy)
+        torch.manual_seed(3)
+        model(torch.ones(4, 8)).square().sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert same(*grads) == knows_it
 
 
 @pytest.mark.parametrize("policy", [FULL, ActivationCheckpointPolicy("selective")], ids=str)

@@ -28,7 +28,7 @@ class ActivationCheckpointPolicy:
 
     ``policy``: ``"none"``; ``"full"``, every unit keeps its inputs alone; ``"selective"``.
     ``every``: selective only, checkpoint units 0, k, 2k, ... and leave the others plain.  Where every unit is
-    checkpointed, the results of matrix products and attention are kept.
+    checkpointed, the results of matrix products, and of attention without dropout, are kept.
     """
 
     policy: str = "none"
@@ -36,8 +36,8 @@ class ActivationCheckpointPolicy:
 
 
 @cache
-def _saved_ops() -> frozenset[Any]:
-    """The operators whose results are kept: matrix products and attention, of this torch."""
+def _saved_ops() -> dict[Any, list[str]]:
+    """The operators whose results are kept, matrix products and attention, of this torch, and their arguments."""
     aten = torch.ops.aten
     products = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm", "convolution")
     attention = (
@@ -50,14 +50,20 @@ def _saved_ops() -> frozenset[Any]:
     )
     packets = [getattr(aten, name, None) for name in products + attention]
     packets.append(getattr(torch.ops.higher_order, "flex_attention", None))
-    return frozenset(getattr(p, "default", p) for p in packets if p is not None) | get_matmul_ops()
+    operators = {getattr(p, "default", p) for p in packets if p is not None} | get_matmul_ops()
+    # FlexAttention has no schema, and no dropout.
+    return {one: [a.name for a in one._schema.arguments] if hasattr(one, "_schema") else [] for one in operators}
 
 
 def _selective_context_fn() -> tuple[AbstractContextManager, AbstractContextManager]:
     saved_ops = _saved_ops()
 
-    def decide(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operator in saved_ops else CheckpointPolicy.PREFER_RECOMPUTE
+    def decide(_context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator not in saved_ops:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        # A result that is kept draws no random numbers again: all that the unit draws after it would be others.
+        drops = dict(zip(saved_ops[operator], args, strict=False), **kwargs).get("dropout_p", 0.0)
+        return CheckpointPolicy.PREFER_RECOMPUTE if drops else CheckpointPolicy.MUST_SAVE
 
     return create_selective_checkpoint_contexts(decide)
 

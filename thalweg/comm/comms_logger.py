@@ -15,6 +15,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from thalweg.comm.topology import HostTopology
 from thalweg.observe.table import format_table
@@ -54,13 +57,15 @@ class CollectiveCall:
 class CommsLog:
     """Counts collectives; cheap enough to be always on.
 
-    ``topology``, where known, tells on which hosts the ranks are that the states are sharded over; ``running`` is the
-    collective at hand.
+    ``topology``, where known, tells on which hosts the ranks are that the states are sharded over.  ``marks_device``:
+    :meth:`pending` shall tell of collectives on an accelerator too, for an event more each.
     """
 
     def __init__(self) -> None:
         self.topology: HostTopology | None = None
-        self.running = ""
+        self.marks_device = False
+        self._running = self._last = ""
+        self._mark: Any = None
         self._entries: dict[tuple[str, str, str], CommsLogEntry] = {}
 
     def record(
@@ -92,13 +97,20 @@ class CommsLog:
     ) -> Iterator[CollectiveCall]:
         """Time the body and record it as one call; the body says what it moved."""
         start, call = time.perf_counter(), CollectiveCall()
-        self.running = f"{kind} of {module}"
+        self._running = self._last = f"{kind} of {module}"
         try:
             yield call
         finally:
-            self.running = ""
+            self._running = ""
+        if self.marks_device:
+            self._mark = torch.accelerator.current_stream().record_event()
         seconds = time.perf_counter() - start
         self.record(kind, module, transport, full_bytes=full_bytes, world_size=world_size, seconds=seconds, call=call)
+
+    def pending(self) -> str:
+        """The collective that runs in any thread, or that the device has not done yet; else ""."""
+        mark = self._mark
+        return self._running or (self._last if mark is not None and not mark.query() else "")
 
     def entries(self) -> list[CommsLogEntry]:
         """All entries, the slowest first."""

@@ -1,14 +1,14 @@
 """A hang that explains itself: which rank the others wait for, where it is, and what they wait in.
 
 A thread of each rank looks at the main thread's stack some times in ``hang_seconds`` and tells the process group's
-store, through a connection of its own, what it sees: where the rank is in the user's code, whether it waits for others
-(a frame of torch's or of Thalweg's collectives is on the stack), how many steps and collectives it has done, for how
-long nothing of this has changed, and a beat, which stops with the process.  The first of the ranks that have waited
-for ``hang_seconds`` compares what all have told and says it in the log.  Nothing is ended: the process group's timeout
-does that, and the log has by then said why.
+store, through a connection of its own, what it sees: where the rank is in the user's code, whether it waits for others,
+how many steps and collectives it has done, for how long nothing of this has changed, and a beat, which stops with the
+process.  The first of the ranks that have waited for ``hang_seconds`` compares what all have told and says it in the
+log.  Nothing is ended: the process group's timeout does that, and the log has by then said why.
 
-On an accelerator the host is past a collective when it has queued it: a rank that waits where it reads from the device
-is not known to wait for others.  Ranks that begin different collectives are told so by ``CollectiveOrder``.
+A rank waits for others where a frame of torch's or of Thalweg's collectives is on the stack, another thread (a
+device's, in the backward pass) is in one, or the device has not done the last one that was queued: the host is past it
+and waits where it reads from the device.  Ranks that begin different collectives are told so by ``CollectiveOrder``.
 """
 
 from __future__ import annotations
@@ -49,9 +49,15 @@ class HangWatch:
     """Watches this rank among those of ``group``, until :meth:`close`."""
 
     def __init__(
-        self, group: dist.ProcessGroup, ledger: CommsLog, hang_seconds: float, heartbeat_seconds: float | None = None
+        self,
+        group: dist.ProcessGroup,
+        ledger: CommsLog,
+        device: torch.device,
+        hang_seconds: float,
+        heartbeat_seconds: float | None = None,
     ) -> None:
         self._ledger = ledger
+        ledger.marks_device = device.type != "cpu"
         self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
         self._hang_seconds, self._interval = hang_seconds, heartbeat_seconds or hang_seconds / _LOOKS
         # Its own connection: the main thread may wait in the other one.
@@ -92,17 +98,17 @@ class HangWatch:
         stack = traceback.extract_stack(frame) if frame is not None else []
         first = max((index for index, one in enumerate(stack) if one.filename.startswith(_COMPUTING)), default=0)
         waits = [index for index, one in enumerate(stack) if one.filename.startswith(_WAITING) and index >= first]
-        waiting = [stack[index].name for index in waits if stack[index].name not in _NO_NAMES]
-        if waiting:
+        names = [stack[index].name for index in waits if stack[index].name not in _NO_NAMES]
+        waits_in = self._ledger.pending() or "".join(names[-1:])
+        if names:
             del stack[waits[-1] :]  # what waiting calls (it asks now and then whether others live) is no place to be
         users = [entry for entry in stack if not entry.filename.startswith(_LIBRARIES)]
-        shown = [*users[-1:], *(stack[-1:] if not waiting and users[-1:] != stack[-1:] else [])]
+        shown = [*users[-1:], *(stack[-1:] if not waits_in and users[-1:] != stack[-1:] else [])]
         where = " > ".join(f"{os.path.basename(one.filename)}:{one.lineno} in {one.name}" for one in shown)
-        seen = (where, 0 if waiting else len(stack), self._num_steps, self._ledger.total().num_calls)
+        seen = (where, 0 if waits_in else len(stack), self._num_steps, self._ledger.total().num_calls)
         if seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
         self._beat += 1
-        waits_in = (self._ledger.running or waiting[-1]) if waiting else ""
         known = {"host": socket.gethostname(), "beat": self._beat, "steps": self._num_steps, "where": where}
         return {**known, "waits_in": waits_in, "seconds": time.monotonic() - self._since}
 

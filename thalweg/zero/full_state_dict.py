@@ -57,7 +57,8 @@ def on_mesh_device(tensor: DTensor) -> DTensor:
 def all_gather_full(param: DTensor) -> Tensor:
     """``param`` whole, in memory of its own; collective."""
     local = param.to_local()
-    full = on_mesh_device(param).full_tensor().detach()
+    with torch.inference_mode(False), torch.no_grad():  # before torch 2.12 a DTensor cannot be gathered in inference
+        full = on_mesh_device(param).full_tensor().detach()
     if full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
         full = full.clone()  # one rank, or replicated: writes must not reach the shard
     return full

@@ -57,7 +57,7 @@ class FsdpUnitEvents:
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.source.recorder.record_mark(f"enter {self.info.name}")
-        self.unshard()
+        self.unshard(is_forward=True)
         flat, spec = tree_flatten((args, kwargs))
         cast_dtype = self.source.cast_dtype if self.info.name not in self.source.run_spec.fp32_modules else None
         for index, leaf in enumerate(flat):
@@ -73,6 +73,8 @@ class FsdpUnitEvents:
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.source.reshards_after_forward and self.info.name:
             self.reshard()
+        if not self.info.name:
+            self.source.keep_gather_output(0)
         needs_unshard = self.source.uses_collectives or self.is_paged
         for leaf in tree_flatten(output)[0]:
             if isinstance(leaf, Tensor) and leaf.requires_grad and needs_unshard:
@@ -86,7 +88,7 @@ class FsdpUnitEvents:
         self.unshard()
         self.source.prefetch_previous(self)
 
-    def unshard(self) -> None:
+    def unshard(self, is_forward: bool = False) -> None:
         source, recorder = self.source, self.source.recorder
         if self.is_paged_in or self.gathered_ids:
             return
@@ -102,7 +104,9 @@ class FsdpUnitEvents:
             flat_id = self.prefetched_id or recorder.record_alloc(self.info.gather_bytes, "gathered")
         self.prefetched_id = 0
         self.gathered_ids = [recorder.record_alloc(p.nbytes, "gathered") for p in self.params]
-        if flat_id:
+        if is_forward and source.run_spec.shard_topology.world_size > 1:
+            source.keep_gather_output(flat_id)
+        elif flat_id:
             recorder.record_free(flat_id)
         self.close_page()  # FSDP2 has its own copy now
 
@@ -161,7 +165,7 @@ class FsdpEventSource:
         self.cast_dtype = compute if compute != torch.float32 else None
         self.units: list[FsdpUnitEvents] = []
         self.is_last_micro_batch = self.reduces_grads = True
-        self._reduce_input_id: int = 0
+        self._reduce_input_id = self._gather_output_id = 0
 
     def begin_micro_batch(self, is_last: bool) -> None:
         """One micro-batch, the last of its window or not."""
@@ -174,6 +178,12 @@ class FsdpEventSource:
         index = self.units.index(unit)
         if (index > 0 or not unit.info.name) and self.run_spec.policy.reshards_after_use:
             self.units[index - 1].prefetch()
+
+    def keep_gather_output(self, storage_id: int) -> None:
+        """In the forward pass FSDP2 keeps what a unit was gathered into until the next one has been copied out."""
+        if self._gather_output_id:
+            self.recorder.record_free(self._gather_output_id)
+        self._gather_output_id = storage_id
 
     def reduce_grads(self, unit: FsdpUnitEvents) -> None:
         """FSDP2's reduction: copy the gradients in, free them, keep the input until the next one."""
