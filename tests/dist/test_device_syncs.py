@@ -529,7 +529,7 @@ def _launches_of_a_gather(rank: int, world: int, dtype: str) -> list[int]:
         group.to_sharded()
         launches.append(_count_launches(group.gather))
         assert [param.unsharded_param.device.type for param in group.params if param.unsharded_param is not None] == [
-            accelerator()
+            accelerator().type
         ] * num_params
         engine.close()
     return launches

@@ -48,8 +48,13 @@ def _run(rank: int, world: int, cases: list[PipelineCase]) -> list[PipelineResul
     return [run_engine(case, world, STEPS) for case in cases]
 
 
-def check(world: int, cases: list[PipelineCase], run: Callable[..., list[PipelineResult]] = _run) -> None:
-    results = run_ranks(run, world, cases, timeout=300.0)
+def check(
+    world: int,
+    cases: list[PipelineCase],
+    run: Callable[..., list[PipelineResult]] = _run,
+    device: str | None = None,
+) -> None:
+    results = run_ranks(run, world, cases, timeout=300.0, device=device)
     for number, case in enumerate(cases):
         plain = _plain(case.kind, case.num_micro_batches, case.sizes)
         covered: set[str] = set()
@@ -71,6 +76,11 @@ def test_row38_a_pipeline_with_any_stage_of_zero_equals_one_process(every):
 def test_weight_gradients_of_a_split_backward_are_reduced_over_data_ranks():
     """Below stage 3, where the gradient that a program sees is not the one that autograd fills."""
     check(4, [PipelineCase("layers", 2, stage=1, schedule="zb_h1", num_micro_batches=3)])
+
+
+def test_a_stage_without_parameters_adds_nothing_to_the_norm_on_a_device():
+    """Its zero is on the host, and the sum over stages is the device's library's: the others waited for ever."""
+    check(3, [PipelineCase("layers1", 3, stage=1)], device="sim")
 
 
 @pytest.mark.parametrize("every", [nightly(5), nightly(1)])

@@ -189,9 +189,9 @@ class PipelineParallel:
         own_ties = [tie for tie in tied_weights if self.pp_rank in tie.pp_ranks and tie.names[0] not in local_names]
         canonical = {name: tie.names[0] for tie in own_ties for name in tie.names if name in local_names}
         self.param_naming = ParamNaming(canonical, frozenset({DUMMY_PARAM_NAME}), self.pp_group)
-        if self.pp_group is None:
+        if self._meshes.pp is None:
             return
-        self._tied_weights = TiedWeights(tied_weights, self.pp_rank, self.pp_group)
+        self._tied_weights = TiedWeights(tied_weights, self.pp_rank, self._meshes.pp)
         self._tied_weights.sync_values(self.model)
 
     def local_param_name(self, name: str) -> str | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from thalweg.comm import CommsLog
@@ -65,14 +66,14 @@ def find_alias_groups(model: nn.Module) -> list[list[str]]:
 
 
 class TiedWeights:
-    """This rank's copies of weights that other stages have too; ``pp_rank`` is its place in ``group``.
+    """This rank's copies of weights that other stages have too; ``pp_rank`` is its place in ``pp``.
 
     Copies meet by messages over the pipeline's own group: a group for each tie would have to be made by
     ranks that do not know of it.  Collective over the places of each tie.
     """
 
-    def __init__(self, tied_weights: Sequence[TiedWeight], pp_rank: int, group: dist.ProcessGroup) -> None:
-        self._group, self._pp_rank = group, pp_rank
+    def __init__(self, tied_weights: Sequence[TiedWeight], pp_rank: int, pp: DeviceMesh) -> None:
+        self._group, self._device_type, self._pp_rank = pp.get_group(), pp.device_type, pp_rank
         self._tied_weights = [tie for tie in tied_weights if pp_rank in tie.pp_ranks]
         self._local_copies: list[tuple[nn.Parameter, TiedWeight]] = []
         self.ledger = CommsLog()
@@ -132,6 +133,6 @@ class TiedWeights:
 
     def norm(self, local_norm: Tensor) -> Tensor:
         """The 2-norm over all stages, the same bits everywhere; ``local_norm`` (0-dim) is that of this stage."""
-        total = local_norm.square()
+        total = local_norm.square().to(self._device_type)  # a stage without parameters has its zero on the host
         dist.all_reduce(total, group=control_group(self._group, total.device))
-        return total.sqrt()
+        return total.sqrt().to(local_norm.device)
