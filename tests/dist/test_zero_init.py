@@ -174,7 +174,7 @@ def _initial_values(rank: int, world: int) -> tuple[int, list[str]]:
         for name, value in (*engine.module.named_parameters(), *engine.module.named_buffers()):
             shown = value.detach()
             alone = shown.untyped_storage().nbytes() == shown.nbytes
-            if not torch.equal(shown, expected[name].to(shown.dtype)) or (name in ("mask", "table") and not alone):
+            if not torch.equal(shown, expected[name].to(shown)) or (name in ("mask", "table") and not alone):
                 wrong.append(name)
     assert engine.module.tied is engine.module.large
     engine.close()
