@@ -307,7 +307,8 @@ class CollectiveOrder:
 
 def _abort_after_failure(failed: Any, group: dist.ProcessGroup, dropped: threading.Event) -> None:
     """Abort ``group`` once a rank has stopped at a collective; ``failed``: by rank, which one that was."""
-    while not dropped.wait(_ORDER_POLL_SECONDS):
+    # All ranks look at the same time: NCCL's watchdog ends a process that finds a peer's connection closed.
+    while not dropped.wait(_ORDER_POLL_SECONDS - time.monotonic() % _ORDER_POLL_SECONDS):
         if failed.any():
             _log.error("ranks began different collectives: what waits for them on the device is given up")
             group.abort()
