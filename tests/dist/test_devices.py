@@ -696,6 +696,7 @@ def _refused_degrees(rank: int, world: int) -> list[str]:
             found.append("taken")
         except ValueError as error:
             found.append(str(error))
+    dist.barrier()  # whoever ends at once may close what a peer still connects
     return found
 
 
