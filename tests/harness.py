@@ -106,13 +106,6 @@ def run_ranks(
             _end(processes)
 
 
-def updates_differ_on_the_host() -> bool:
-    """Whether this rank's device is a GPU, whose update of a parameter has other last bits than a processor's."""
-    from thalweg.device import current_accelerator
-
-    return current_accelerator().type not in ("cpu", "sim")
-
-
 def is_device_real() -> bool:
     """Whether tests of a device run on a GPU, whose kernels round as they like."""
     return _pools.default_device == "cuda"

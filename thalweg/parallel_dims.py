@@ -292,7 +292,7 @@ def new_subgroup(
     assert parent is not None or len(ranks) == 1
     c10d: Any = distributed_c10d
     key = ("alone" if use and len(ranks) == 1 else use, backend, *ranks)
-    found = None if use is None else _subgroups.get(key)
+    found = _subgroups.get(key)
     if found not in c10d._world.pg_map:  # None, or destroyed
         found = None
     agreed = torch.tensor([_num_subgroups.value, found is None])

@@ -743,11 +743,11 @@ def test_a_config_or_the_environment_names_the_device(world, init):
     on_host = run_ranks(_train_on, world, "auto", device="cpu")
     assert [device for device, _ in on_host] == ["cpu"] * world
     for in_environment in (False, True):
-        asked = run_ranks(_train_on, world, "cpu", in_environment, device="simulated", init=init)
+        asked = run_ranks(_train_on, world, "cpu", in_environment, device="sim", init=init)
         assert asked == on_host
     # The controls.
-    by_itself = run_ranks(_train_on, world, "auto", device="simulated", init=init)
-    by_name = run_ranks(_train_on, world, "sim", device="simulated", init=init)
+    by_itself = run_ranks(_train_on, world, "auto", device="sim", init=init)
+    by_name = run_ranks(_train_on, world, "sim", device="sim", init=init)
     for found in (by_itself, by_name):
         kinds = {device.partition(":")[0] for device, _ in found}
         assert len(kinds) == 1 and "cpu" not in kinds

@@ -16,17 +16,15 @@ from tests.dist.models import make_batch, tiny_gpt
 from tests.dist.parity import bitwise_equal, full_tensors
 from tests.dist.test_engine import Branching
 from tests.dist.test_exception_recovery import Fused
-from tests.harness import run_ranks, updates_differ_on_the_host
+from tests.harness import run_ranks
 from tests.marks import nightly
 
 REUSE_RANKS = True
 
 
 def settings(folder, param="nvme", optimizer="nvme", stage=3, accumulation=1, **more):
-    """A ds_config with these tiers; where a GPU's update would have other bits, states rest on the host at least."""
+    """A ds_config with these tiers."""
     zero = {"stage": stage}
-    if optimizer == "none" and updates_differ_on_the_host():
-        optimizer = "cpu"
     if param != "none":
         zero["offload_param"] = {"device": param, "nvme_path": folder, "max_in_cpu": 0, "buffer_count": 2}
     if optimizer != "none":

@@ -23,7 +23,7 @@ from tests.dist.zeropp_support import (
     train_steps,
     wide_gpt,
 )
-from tests.harness import run_ranks, updates_differ_on_the_host
+from tests.harness import run_ranks
 from tests.marks import nightly
 
 ALL = FEATURE_SETS["all"]
@@ -199,8 +199,7 @@ def _with_offload(rank, world, layout):
             if layout == "1 + 1" and name != "qwZ qgZ":
                 continue
             known = None
-            tiers = [("none", "none"), ("none", "cpu"), ("none", "nvme"), ("nvme", "nvme")]
-            for params, state in tiers[updates_differ_on_the_host() :]:
+            for params, state in (("none", "none"), ("none", "cpu"), ("none", "nvme"), ("nvme", "nvme")):
                 mix = {**FEATURE_SETS[name], "offload_optimizer": {"device": state, "nvme_path": folder}}
                 if params == "nvme":
                     if "zero_hpz_partition_size" in mix:
