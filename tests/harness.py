@@ -206,14 +206,18 @@ class _RankState:
         self.path, self.threads = list(sys.path), set(threading.enumerate())
         self.random, self.numpy = random.getstate(), numpy.random.get_state()
         self.torch, self.log_level = torch.get_rng_state(), _package_logger().level
+        self.seen_modules: set[str] = set()
         self.globals: dict[str, dict[str, Any]] = {}
         self.methods: dict[type, dict[str, Any]] = {}
         self._note_new_modules()
 
     def _note_new_modules(self) -> None:
-        for name, module in list(sys.modules.items()):
-            if name.partition(".")[0] not in ("thalweg", "tests") or name in self.globals:
+        names = sys.modules.keys() - self.seen_modules
+        self.seen_modules |= names
+        for name in names:
+            if name.partition(".")[0] not in ("thalweg", "tests"):
                 continue
+            module = sys.modules[name]
             self.globals[name] = dict(vars(module))
             for value in self.globals[name].values():
                 if isinstance(value, type) and value.__module__ == name:
@@ -254,7 +258,9 @@ class _RankState:
         torch.use_deterministic_algorithms(False)
         torch._dynamo.reset()
         _package_logger().setLevel(self.log_level)
+        # What is left is mostly modules and what they keep: the next collection need not look through it again.
         gc.collect()
+        gc.freeze()
 
     def left_threads(self) -> list[str]:
         """Names of Python threads that the test did not end."""

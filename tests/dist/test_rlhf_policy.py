@@ -303,6 +303,8 @@ def test_rollouts_one_step_ahead_have_the_samples_of_older_weights_and_go_on_wit
 def test_ranks_that_generate_alone_draw_what_those_that_train_would(
     training: int, generating: int, runs: list[Any], tmp_path: Any
 ) -> None:
+    # At a tenth of the others' rate: what AdamW makes of a gradient that is rounding alone is as large as the rate.
+    runs = [run | {"lr": 1e-3} for run in runs]
     both = [_run_ahead(training, [run | {"dies": False, "tp": 1} for run in runs], str(tmp_path))]
     both.append(_run_ahead(training + generating, [run | {"ranks": generating} for run in runs], str(tmp_path)))
     for rank in range(training):
@@ -311,8 +313,9 @@ def test_ranks_that_generate_alone_draw_what_those_that_train_would(
             assert all(torch.equal(one[0], other[0]) for one, other in pairs)
             differences = [float((one[1] - other[1]).abs().max()) for one, other in pairs]
             # Before the first update; then last bits grow, as updates divide by small second moments.
-            assert max(differences[: 1 + run["ahead"]]) < 1e-5 and max(differences) < 1e-4
-            assert not torch.equal(pairs[-1][0][1], pairs[0][0][1])  # the weights have moved
+            assert max(differences[: 1 + run["ahead"]]) < 1e-5 and max(differences) < 3e-5
+            assert not torch.equal(pairs[-1][0][1], pairs[0][0][1])
+            assert abs(own["metrics"][-1]["kl"]) > 0.1  # the weights have moved, by far more
             assert [x.get("staleness") for x in own["metrics"]] == [x.get("staleness") for x in remote["metrics"]]
 
 
