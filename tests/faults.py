@@ -522,7 +522,10 @@ def run(name: str | None, tests: tuple[str, ...]) -> list[str]:
     for made_by, text in re.findall(r"TypeError: (\w+)\.<locals>(\S* (?:takes|missing|got) .*)", done.stdout):
         if made_by in globals():
             raise RuntimeError(f"{name}: a function of {made_by} is called otherwise: {text}")
-    return re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
+    failed = re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
+    if failed and name is None:  # which should not be: what there is to see is seen now, and perhaps never again
+        print(done.stdout[-20_000:], flush=True)
+    return failed
 
 
 def main(names: Sequence[str]) -> int:

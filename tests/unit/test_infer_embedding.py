@@ -45,6 +45,17 @@ def test_vectors_equal_the_models_own(name: str) -> None:
         torch.testing.assert_close(engine.embed(PROMPTS), want, atol=2e-5, rtol=1e-4)
 
 
+def test_positions_behind_that_of_the_padding_are_all_there_are() -> None:
+    """MPNet's config counts two that no token has."""
+    model = tiny_encoder("mpnet")
+    usable = model.config.max_position_embeddings - 2
+    engine = load_engine(model, EngineConfig(dtype="fp32"))
+    assert engine.metadata.max_length == usable
+    assert engine.embed([[5] * usable]).isfinite().all()
+    with pytest.raises(IndexError):
+        model(torch.full((1, usable + 1), 5))
+
+
 def test_company_does_not_matter_and_a_wrong_model_would_be_noticed() -> None:
     model = tiny_encoder("bert")
     engine = load_engine(model, OPTIONS)

@@ -208,6 +208,35 @@ def test_the_schedulers_output_says_all_that_a_runner_needs() -> None:
     assert output.model_input.encoder_block_tables == [encoder_input.blocks]
 
 
+@pytest.mark.parametrize("turn", [0, 1, 2])
+@pytest.mark.parametrize("lengths", [(7, 9, 6), (6, 7, 9), (5, 5, 8)])
+def test_the_most_urgent_sequence_is_never_preempted(turn: int, lengths: tuple[int, ...]) -> None:
+    """Whenever it came: the others make room for it, one after another."""
+    scheduler = Scheduler(BlockPool(9, 4), lambda _: None, max_num_seqs=3, max_num_batched_tokens=40)
+    priorities = [0, 1]
+    priorities.insert(turn, -10)
+    params = SamplingParams(max_tokens=30)
+    waiting = [
+        Sequence(Request(str(i), list(range(length)), params, priority=priority), 0, i, 90, frozenset())
+        for i, (length, priority) in enumerate(zip(lengths, priorities, strict=True))
+    ]
+    urgent, preempted, admitted = waiting[turn], set(), False
+    while len(urgent.tokens) < 34:
+        if waiting:  # one arrives with each step, into what the ones before have left
+            scheduler.add(waiting.pop(0))
+        output = scheduler.schedule()
+        assert output is not None
+        running = [sequence for sequence, _ in output.scheduled]
+        admitted |= urgent in running
+        assert urgent in running or not admitted
+        for sequence, count in output.scheduled:
+            sequence.num_computed_tokens += count
+            if sequence.num_computed_tokens == len(sequence.tokens):
+                sequence.tokens.append(0)
+        preempted |= {sequence.request.priority for sequence in scheduler.waiting}
+    assert preempted == {0, 1}
+
+
 @pytest.mark.skipif(bool(cpu_kernels.unsupported_reason()), reason=cpu_kernels.unsupported_reason())
 def test_no_more_threads_run_a_program_than_have_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention's scratch has a row for each thread; a thread more would write behind it."""

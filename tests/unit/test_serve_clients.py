@@ -73,6 +73,62 @@ def test_templates_by_name_and_what_they_are_given() -> None:
         assert running.post(CHAT, messages=[*HELLO, bad])[0] == 400
 
 
+class RefusesLongIds(Spelling):
+    """As Mistral's templates do."""
+
+    def apply_chat_template(self, messages: Any, **fields: Any) -> str:
+        for call in [call for message in messages for call in message.get("tool_calls", ())]:
+            if len(call["id"]) != 9 or not call["id"].isalnum():
+                raise ValueError("Tool call IDs should be alphanumeric strings with length 9!")
+        return "[" + ",".join(json.dumps(message, ensure_ascii=False) for message in messages) + "]"
+
+
+def test_a_call_that_was_made_here_is_taken_back_by_a_template_that_counts_its_id() -> None:
+    _, (call,) = ToolParser(forced=True, names=["f"]).feed('{"name": "f", "arguments": {"x": "\\ud83d"}}', final=True)
+    json.dumps(call, ensure_ascii=False).encode()  # half a character cannot be sent
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    with run_toy_server(make_tokenizer=lambda: ChatTokenizer(RefusesLongIds())) as running:
+        assert running.post(CHAT, messages=[*HELLO, asked], max_tokens=3)[0] == 200
+        longer = {**asked, "tool_calls": [{**call, "id": "call_0123456789abcdef"}]}
+        assert running.post(CHAT, messages=[*HELLO, longer], max_tokens=3)[0] == 400  # the control
+        half = {**call, "function": {"name": "f", "arguments": '{"x": "\\ud83d"}'}}
+        status, answer = running.post(CHAT, messages=[*HELLO, {**asked, "tool_calls": [half]}], max_tokens=3)
+        assert status == 200, answer
+
+
+def test_a_message_is_gone_on_with_as_vllms_clients_ask_for_it(server: ServerThread) -> None:
+    """They have to say both, as vLLM refuses the two together."""
+    begun = [*HELLO, {"role": "assistant", "content": "Well, "}]
+    wanted = {
+        "User: hello\nAssistant: Well, ": {"continue_final_message": True, "add_generation_prompt": False},
+        "User: hello\nAssistant: Well, \nAssistant:": {"add_generation_prompt": True},
+    }
+    for prompt, asked in wanted.items():
+        status, answer = server.post(CHAT, messages=begun, max_tokens=9, **asked)
+        assert status == 200 and answer["choices"][0]["message"]["content"] == expected_text(prompt, 9), asked
+        assert server.post("/tokenize", messages=begun, **asked)[1]["tokens"] == list(prompt.encode())
+    unended = server.post("/tokenize", messages=HELLO, add_generation_prompt=False)[1]["tokens"]
+    assert bytes(unended).decode() == "User: hello"
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    status, answer = server.post(CHAT, messages=begun, **both)
+    assert status == 400 and "add_generation_prompt" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+def test_each_chunk_says_what_was_used_so_far_where_it_is_asked(server: ServerThread, path: str) -> None:
+    asked = {"messages": HELLO} if path == CHAT else {"prompt": "hello"}
+    used = {}
+    for continuous in (True, False):
+        options = {"include_usage": True, "continuous_usage_stats": continuous}
+        *chunks, last, _ = server.stream(path, max_tokens=20, stream_options=options, **asked)
+        used[continuous] = [chunk["usage"] for chunk in chunks]
+        assert last["usage"]["completion_tokens"] == 20
+    counts = [usage["completion_tokens"] for usage in used[True]]
+    assert counts == sorted(counts) and counts[-1] == 20 and len(set(counts)) > 2
+    assert all(usage["total_tokens"] == usage["prompt_tokens"] + n for usage, n in zip(used[True], counts, strict=True))
+    assert set(map(type, used[False])) == {type(None)}
+
+
 def test_fields_that_change_nothing_and_those_that_would(server: ServerThread) -> None:
     nothing = {
         "prediction": {"type": "content", "content": "x"},

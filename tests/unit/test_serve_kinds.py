@@ -59,6 +59,36 @@ def test_a_model_that_listens(tmp_path: Path) -> None:
     pipe.destroy()
 
 
+def test_what_a_training_left_in_the_tokenizers_file_is_not_for_requests(tmp_path: Path) -> None:
+    """Padding would be averaged into a vector, and truncation take a prompt's end away in silence."""
+    from tokenizers import Tokenizer
+
+    saved(tmp_path, tiny_encoder("bert"))
+    words = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    words.enable_padding(length=6, pad_id=0, pad_token="w0")
+    words.enable_truncation(4)
+    assert words.encode("w5 w6").ids == [5, 6, 0, 0, 0, 0]  # the control
+    words.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = ChatTokenizer(load_tokenizer(str(tmp_path)))
+    for text in ("w5 w6", " ".join(f"w{i}" for i in range(20))):
+        assert tokenizer._encode(text, True) == ids_of(text)[0].tolist()
+
+
+def test_names_of_sentencepiece_tokens_keep_their_spaces() -> None:
+    """Their decoder drops the first space of a text, and a token by itself is one."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"the": 0, "\u2581the": 1, "\u2581\u2581\u2581": 2, "<0xF0>": 3, "<unk>": 4}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    words.decoder = decoders.Sequence(steps)
+    tokenizer = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>"))
+    assert tokenizer.hf_tokenizer.decode([1]) == "the"  # the control
+    assert [tokenizer.token_text(token)[0] for token in range(3)] == ["the", " the", "   "]
+    assert tokenizer.token_text(1)[1] == list(b" the") and tokenizer.token_text(3)[1] == [0xF0]
+
+
 def test_an_encoder(tmp_path: Path) -> None:
     model = tiny_encoder("bert")
     folder = saved(tmp_path / "bert", model)
@@ -71,6 +101,9 @@ def test_an_encoder(tmp_path: Path) -> None:
             assert data["embedding"] == pytest.approx(row, abs=1e-4)
         assert want[0] != pytest.approx(want[1], abs=1e-2)
         assert server.post("/v1/embeddings", input=[1] * 97)[0] == 400
+        assert (
+            server.post("/v1/embeddings", input=[131])[0] == 400 and server.post("/v1/embeddings", input="w1")[0] == 200
+        )
         status, answer = server.post("/v1/completions", prompt="w5")
         assert status == 400 and "use /v1/embeddings" in answer["error"]["message"]
     pipe: Any = thalweg.pipeline(folder, dtype="fp32", pooling="cls", normalize=True)

@@ -134,7 +134,7 @@ class EngineLoop:
             elif kind == "embed":
                 rows: Any = engine.embed(message["prompts"])
                 self._send({"type": "embedded", "id": request_id, "rows": rows.tolist()})
-        except (ValueError, TypeError, OverflowError) as error:
+        except (ValueError, TypeError, OverflowError, IndexError) as error:
             self._send({"type": "refused", "id": request_id, "error": str(error)})
 
     def _add_request(self, engine: EngineCore, request: Request) -> None:

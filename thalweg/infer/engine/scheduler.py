@@ -298,15 +298,16 @@ class Scheduler:
         encoder_sequences: list[Sequence] = []
         budget = self.max_num_batched_tokens
         num_preempted_before = self.num_preemptions
-        for sequence in list(self.running):
+        running = sorted(self.running, key=lambda s: s.sort_key)  # so that a victim is never the more urgent one
+        for sequence in running:
             if budget and sequence.slot >= 0 and len(sequence.tokens) - sequence.num_computed_tokens == 1:
                 if not self._allocate_decode(sequence, scheduled):
                     continue
                 scheduled.append((sequence, 1))
                 budget -= 1
-        for sequence in self.running:
+        for sequence in running:
             remaining = len(sequence.tokens) - sequence.num_computed_tokens
-            if budget and remaining > 1:
+            if budget and remaining > 1 and sequence.slot >= 0:
                 count = min(remaining, budget)
                 scheduled.append((sequence, count))
                 budget -= count

@@ -28,7 +28,7 @@ from pydantic_core import from_json
 
 from thalweg.infer.types import InvalidParameter, ModelMetadata, SamplingParams, StructuredOutput
 from thalweg.serve.errors import ApiError, BadRequest, ContextLengthExceeded
-from thalweg.serve.openai.tools import filter_allowed_tools, tool_choice_schema
+from thalweg.serve.openai.tools import filter_allowed_tools, replace_surrogates, tool_choice_schema
 from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
@@ -62,6 +62,7 @@ class StreamOptions(StrictModel):
     """``stream_options``."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: each chunk says what was used so far
     include_obfuscation: bool = False
 
 
@@ -205,6 +206,7 @@ class ChatRequest(SamplingFields):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, str | int | bool | None] | None = None
     continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
 
 
 class EmbeddingRequest(StrictModel):
@@ -224,6 +226,7 @@ class TokenizeRequest(StrictModel):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)] | None = None
     add_special_tokens: bool = True
     continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     chat_template_kwargs: dict[str, str | int | bool | None] | None = None
     return_token_strs: bool | None = None
@@ -379,6 +382,9 @@ class ChatTokenizer:
         self.chat_template: str | None = templates_by_name.get("default") or first
         self._tool_template: str | None = templates_by_name.get("tool_use")
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:  # the file may keep how the texts of a training were padded and cut
+            self._backend.no_padding()
+            self._backend.no_truncation()
         # One thread, so that a flood of long prompts takes one core.
         self._executor = ThreadPoolExecutor(1, "thalweg-tokenizer")
         # A token's text and its bytes, which may be a part of a character.
@@ -416,34 +422,39 @@ class ChatTokenizer:
         tools: list[dict[str, Any]] | None,
         continue_final_message: bool,
         template_kwargs: dict[str, Any],
+        add_generation_prompt: bool = True,
     ) -> tuple[str, bool]:
         """Return the prompt of a conversation, and whether special tokens must be added to it.
 
         ``template_kwargs`` go to the template; one that is a setting of ours is refused.
         """
         if self.chat_template is None:
-            return apply_fallback_template(messages, continue_final_message), True
+            return apply_fallback_template(messages, add_generation_prompt), True
         try:
             prompt = self.hf_tokenizer.apply_chat_template(
                 messages,
                 tools=tools,
                 chat_template=self._tool_template if tools and self._tool_template else self.chat_template,
                 tokenize=False,
-                add_generation_prompt=not continue_final_message,
+                add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **template_kwargs,
             )
         except Exception as error:  # templates refuse what they do not know by raising whatever they like
             raise BadRequest(f"the model's chat template refuses this: {error}", "messages") from None
-        return prompt, False
+        return replace_surrogates(prompt), False
 
     def _decode_token(self, token: int) -> tuple[str, list[int]]:
         if self.hf_tokenizer is None:
             return f"token_id:{token}", []
         text = self.hf_tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        piece = self.hf_tokenizer.convert_ids_to_tokens(token) or ""
+        if num_spaces := len(piece) - len(
+            piece.lstrip("\u2581")
+        ):  # SentencePiece's, of which a decoder drops the first
+            text = " " * num_spaces + text.lstrip(" ")
         if "\ufffd" not in text:
             return text, list(text.encode())
-        piece = self.hf_tokenizer.convert_ids_to_tokens(token) or ""
         if len(piece) == 6 and piece.startswith("<0x"):
             return text, [int(piece[3:5], 16)]
         # The alphabet of byte-level tokenizers (GPT-2).
@@ -460,11 +471,11 @@ def context_length_error(length: int | str, max_tokens: int, param: str) -> Cont
     )
 
 
-def apply_fallback_template(messages: Sequence[dict[str, Any]], continue_final_message: bool) -> str:
+def apply_fallback_template(messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
     """Return a conversation in plain words, for models without a chat template."""
     names = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
     lines = [f"{names.get(m['role'], 'User')}: {m['content']}" for m in messages]
-    return "\n".join(lines if continue_final_message else [*lines, "Assistant:"])
+    return "\n".join([*lines, "Assistant:"] if add_generation_prompt else lines)
 
 
 def split_prompts(prompt: Any) -> list[Prompt]:
@@ -630,11 +641,17 @@ async def tokenize_chat(request: ChatRequest, tokenizer: ChatTokenizer, model_in
         if not tokenizer.supports_tools:
             raise BadRequest("the chat template of this model knows no tools: leave them out", "tools")
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
-    if request.continue_final_message and request.messages[-1].role != "assistant":
+    continues, add_generation_prompt = request.continue_final_message, request.add_generation_prompt
+    if continues and request.messages[-1].role != "assistant":
         raise BadRequest("continue_final_message needs an assistant's message at the end", "messages")
+    if continues and add_generation_prompt:
+        raise BadRequest(
+            "add_generation_prompt begins a message, and continue_final_message goes on with one", "messages"
+        )
+    add_generation_prompt = not continues if add_generation_prompt is None else add_generation_prompt
     messages = [_to_template_message(message) for message in request.messages]
     prompt, add_special_tokens = await tokenizer.render_chat(
-        messages, tools, request.continue_final_message, request.chat_template_kwargs or {}
+        messages, tools, continues, request.chat_template_kwargs or {}, add_generation_prompt
     )
     return (await tokenize_prompts(prompt, tokenizer, model_info, "messages", add_special_tokens=add_special_tokens))[0]
 
@@ -646,7 +663,7 @@ async def tokenize(request: TokenizeRequest, tokenizer: ChatTokenizer, model_inf
     if request.prompt is not None:
         tokens = await tokenizer.encode(request.prompt, request.add_special_tokens, _MAX_COUNTED_TOKENS, "prompt")
     else:
-        same = ("messages", "tools", "continue_final_message", "chat_template_kwargs")
+        same = ("messages", "tools", "continue_final_message", "add_generation_prompt", "chat_template_kwargs")
         chat = ChatRequest.model_validate({name: getattr(request, name) for name in same})
         tokens = await tokenize_chat(chat, tokenizer, model_info)
     texts = [tokenizer.token_text(token)[0] for token in tokens] if request.return_token_strs else None

@@ -69,16 +69,16 @@ class AppState:
 
 @dataclass
 class Usage:
-    """Tokens of one HTTP request; a sequence counts when it has ended."""
+    """Tokens of one HTTP request so far."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
 
     def add(self, output: RequestOutput) -> None:
-        """Count a sequence that has ended."""
+        """Count what a step added."""
+        self.num_generated_tokens += len(output.token_ids)
         if output.finished:
-            self.num_generated_tokens += output.num_generated_tokens
             self.num_cached_tokens += output.num_cached_tokens if output.index == 0 else 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -170,7 +170,7 @@ class _OpenAIAnswer(Answer):
         self._request: Any = request
         self._adapter = app_state.resolve_adapter(request.model)
         self._tokenizer = app_state.tokenizer
-        self._include_usage = request.stream_options is not None and request.stream_options.include_usage
+        self._stream_options = request.stream_options or api.StreamOptions()
         self._common_fields = {
             "id": f"{prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -178,9 +178,7 @@ class _OpenAIAnswer(Answer):
         }
 
     def last_chunk(self) -> dict[str, Any] | None:
-        if not self._include_usage:
-            return None
-        return self._body(self.chunk_object, [])
+        return self._body(self.chunk_object, []) if self._stream_options.include_usage else None
 
     def _engine_request(self, prompt: list[int], params: SamplingParams) -> Request:
         """Return an engine request; the pool names it."""
@@ -191,8 +189,10 @@ class _OpenAIAnswer(Answer):
         return {**self._common_fields, "object": object_name, "choices": choices, "usage": self.usage.to_dict()}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        usage = {"usage": None} if self._include_usage else {}
-        return {**self._common_fields, "object": self.chunk_object, "choices": [choice], **usage}
+        chunk = {**self._common_fields, "object": self.chunk_object, "choices": [choice]}
+        if self._stream_options.include_usage:
+            chunk["usage"] = self.usage.to_dict() if self._stream_options.continuous_usage_stats else None
+        return chunk
 
 
 class ChatCompletion(_OpenAIAnswer):
@@ -340,7 +340,9 @@ class Completion(_OpenAIAnswer):
             token_id, logprob, top = tokens[number] if entry is None else entry.token_id, None, None
             if entry is not None:
                 logprob = _clamp_logprob(entry.logprob)
-                top = {self._token_name(other): _clamp_logprob(value) for other, value in entry.top}
+                top = {}  # of two tokens of one name the likelier, which comes first
+                for other, value in entry.top:
+                    top.setdefault(self._token_name(other), _clamp_logprob(value))
             columns["tokens"].append(self._token_name(token_id))
             columns["token_logprobs"].append(logprob)
             columns["top_logprobs"].append(top)

@@ -128,7 +128,10 @@ class ToolParser:
         if not all(isinstance(name, str) and (names is None or name in names) for name, _ in parsed):
             return []
         return [
-            self._make_call(name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False))
+            self._make_call(
+                replace_surrogates(name),
+                replace_surrogates(given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)),
+            )
             for name, given in parsed
         ]
 
@@ -143,10 +146,15 @@ class ToolParser:
         self.num_calls += 1
         return {
             "index": self.num_calls - 1,
-            "id": f"call_{secrets.token_hex(8)}",
+            "id": secrets.token_hex(5)[:9],  # as long as Mistral's templates want it when it comes back
             "type": "function",
             "function": {"name": name, "arguments": arguments},
         }
+
+
+def replace_surrogates(text: str) -> str:
+    """``text`` that can be sent: JSON may name half a character ("\\ud83d"), which no encoding has."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _json_objects(text: str) -> list[Any]:
