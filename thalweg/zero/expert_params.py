@@ -145,30 +145,43 @@ class ScalarParams:
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._parameters, self._group = parameters, group
         # Of each parameter: the gradient that was reduced last, and what it was then.
-        self._reduced: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+        self._reduced: dict[nn.Parameter, tuple[Tensor | None, Tensor]] = {}
+        self._touched: set[nn.Parameter] = set()  # to which a backward pass has added since: others are the program's
 
     def __bool__(self) -> bool:
         return len(self._parameters) > 0
 
     @torch.no_grad()
     def reduce_grads(self, divisor: float) -> None:
-        """Add up over the group what has come since the last call and divide it; collective."""
+        """Add up over the group what has come since the last call and divide it; collective.  A parameter that has a
+        gradient on some rank has one on all of them afterwards."""
         trainable = [parameter for parameter in self._parameters if parameter.requires_grad]
         if not trainable:
             return
-        known = [self._known_part(parameter) for parameter in trainable]
+        known = torch.stack([self._known_part(parameter) for parameter in trainable])
         grads = [k if p.grad is None else p.grad.float() for p, k in zip(trainable, known, strict=True)]
-        local = torch.stack(grads) - torch.stack(known)
+        has_grad = [parameter.grad is not None for parameter in trainable]
+        # Neither copies nor waits on a device, unless a gradient is missing.
+        flags = torch.ones_like(known) if all(has_grad) else torch.tensor(has_grad).to(known)
+        local = torch.stack([torch.stack(grads) - known, flags])
         if dist.get_world_size(self._group) > 1:
             dist.all_reduce(local, group=self._group)
-        for parameter, value in zip(trainable, (torch.stack(known) + local / divisor).unbind(), strict=True):
-            if parameter.grad is not None:
+        counts = has_grad if all(has_grad) else local[1].tolist()
+        for parameter, value, count in zip(trainable, (known + local[0] / divisor).unbind(), counts, strict=True):
+            if parameter.grad is None and count:
+                parameter.grad = value.to(parameter.dtype, copy=True)
+            elif parameter.grad is not None:
                 parameter.grad.copy_(value)
-                self._reduced[parameter] = (parameter.grad, parameter.grad.float())
+            if parameter not in self._reduced:
+                parameter.register_post_accumulate_grad_hook(self._touched.add)
+            self._reduced[parameter] = parameter.grad, value.to(parameter.dtype).to(torch.float32, copy=True)
+        self._touched.clear()
 
     def _known_part(self, parameter: nn.Parameter) -> Tensor:
         grad, value = self._reduced.get(parameter, (None, None))
-        return value if value is not None and grad is parameter.grad else torch.zeros((), device=parameter.device)
+        if value is None or grad is None or grad is not parameter.grad:  # or there is a new one
+            return torch.zeros((), device=parameter.device)
+        return value if parameter in self._touched else grad.float()
 
     def clear_grads(self) -> None:
         """Forget gradients that are not reduced yet: theirs are those that the optimizer clears."""

@@ -173,11 +173,8 @@ def _load_encoder(
     if spec is None:
         model_max = getattr(model.config, "max_position_embeddings", None) or 512
         for name, child in model.named_modules():  # MPNet's positions begin behind that of the padding
-            if (
-                name.endswith("position_embeddings")
-                and (padding_idx := getattr(child, "padding_idx", None)) is not None
-            ):
-                model_max = min(model_max, child.num_embeddings - 1 - padding_idx)
+            if name.endswith("position_embeddings") and isinstance(getattr(child, "padding_idx", None), int):
+                model_max = min(model_max, child.num_embeddings - 1 - child.padding_idx)
         max_length = min(options.max_model_len or model_max, model_max)
     else:
         max_length = get_max_model_len(spec, options.max_model_len)

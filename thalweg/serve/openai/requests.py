@@ -449,9 +449,7 @@ class ChatTokenizer:
             return f"token_id:{token}", []
         text = self.hf_tokenizer.decode([token], clean_up_tokenization_spaces=False)
         piece = self.hf_tokenizer.convert_ids_to_tokens(token) or ""
-        if num_spaces := len(piece) - len(
-            piece.lstrip("\u2581")
-        ):  # SentencePiece's, of which a decoder drops the first
+        if num_spaces := len(piece) - len(piece.lstrip("\u2581")):  # SentencePiece's: a decoder drops the first
             text = " " * num_spaces + text.lstrip(" ")
         if "\ufffd" not in text:
             return text, list(text.encode())
@@ -645,9 +643,7 @@ async def tokenize_chat(request: ChatRequest, tokenizer: ChatTokenizer, model_in
     if continues and request.messages[-1].role != "assistant":
         raise BadRequest("continue_final_message needs an assistant's message at the end", "messages")
     if continues and add_generation_prompt:
-        raise BadRequest(
-            "add_generation_prompt begins a message, and continue_final_message goes on with one", "messages"
-        )
+        raise BadRequest("continue_final_message goes on with a message: leave add_generation_prompt out", "messages")
     add_generation_prompt = not continues if add_generation_prompt is None else add_generation_prompt
     messages = [_to_template_message(message) for message in request.messages]
     prompt, add_special_tokens = await tokenizer.render_chat(
