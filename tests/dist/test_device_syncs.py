@@ -516,6 +516,29 @@ def test_the_host_casts_while_the_device_computes(works_ahead):
     assert found["backward"] == [works_ahead]
 
 
+def _syncs_of_an_evaluation(rank: int, world: int, configs: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
+    found = {}
+    for name, config in configs.items():
+        torch.manual_seed(0)
+        engine = _initialize(tiny_gpt(), **copy.deepcopy(config))
+        batch = _batch(0, rank, world, engine.device)
+        with torch.no_grad():
+            engine(*batch)
+            found[name] = _count_syncs(lambda engine=engine, batch=batch: engine(*batch))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, nightly(2)])
+def test_what_the_host_has_is_not_written_while_an_evaluation_reads_it(world):
+    """The program may write to it next, an update too, and no gradient arrives that tells that the device has read it.
+    A real device alone would show what else is computed; the control: what rests on the device is waited for by none."""
+    configs = {"host": _on_host(3, "fp32"), "host, cast": _on_host(3), "device": _stage(3)}
+    for found in run_ranks(_syncs_of_an_evaluation, world, configs, device="sim"):
+        assert found["host"].get("device", 0) >= 1 <= found["host, cast"].get("device", 0)
+        assert found["device"] == {}
+
+
 def _launches_of_a_gather(rank: int, world: int, dtype: str) -> list[int]:
     """For a unit of 2 parameters and of 8."""
     from thalweg.zero.fsdp2.private_api import get_fsdp_groups

@@ -513,17 +513,18 @@ class Repeated(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), labels.flatten())
 
 
-def _write_between_steps(rank: int, world: int, communication: str | None) -> list[float]:
-    """Losses of a model on the host whose parameters a program changes in several ways."""
+def _write_between_steps(rank: int, world: int, communication: str | None, dtype: str = "bf16") -> list[float]:
+    """Losses of a model on the host whose parameters a program changes in several ways, in training and evaluation."""
     import thalweg
     from tests.simdevice import late_work
     from thalweg.zero.whole_parameter import get_shard
 
     config = {
         "train_micro_batch_size_per_gpu": MICRO_BATCH_SIZE,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": dtype == "bf16"},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "communication_data_type": communication,
+        "gradient_clipping": 100.0,  # without it a processor updates within the backward pass
         **_offload(3, "cpu", "cpu"),
     }
     engine, losses = thalweg.initialize(model=Repeated(), config=config)[0], list[float]()
@@ -553,23 +554,29 @@ def _write_between_steps(rank: int, world: int, communication: str | None) -> li
             tokens, labels = (t.to(engine.device) for t in make_batch(step, world * MICRO_BATCH_SIZE))
             loss = engine(tokens[rank::world], labels[rank::world])
             engine.backward(loss)
-            engine.step()
-            losses.append(float(loss))
             with torch.no_grad():
-                engine(tokens, labels)  # its copies may be under way
+                evaluations = [engine(tokens, labels)]  # its copies may be under way,
+            engine.step()  # when these are written
+            with torch.no_grad():
+                evaluations.append(engine(tokens, labels))
             write()
+            losses += map(float, (loss, *evaluations))
     engine.close()
     return losses
 
 
-@pytest.mark.parametrize(("world", "communication"), [(1, None), (2, "bf16"), nightly(2, None)])
-def test_what_a_program_writes_to_parameters_on_the_host_is_what_is_computed_with(world, communication):
+@pytest.mark.parametrize(
+    ("world", "communication", "dtype"),
+    [(1, None, "bf16"), (1, None, "fp32"), (2, "bf16", "bf16"), nightly(2, None, "bf16"), nightly(2, None, "fp32")],
+)
+def test_what_a_program_writes_to_parameters_on_the_host_is_what_is_computed_with(world, communication, dtype):
     """The copy that crosses the link follows, also after an evaluation; units are used twice in a pass."""
-    host = run_ranks(_write_between_steps, world, communication, device="cpu")
-    device = run_ranks(_write_between_steps, world, communication, device="sim")
+    host = run_ranks(_write_between_steps, world, communication, dtype, device="cpu")
+    device = run_ranks(_write_between_steps, world, communication, dtype, device="sim")
     for found, expected in zip(device, host, strict=True):
         assert found == pytest.approx(expected, abs=2e-3)
-    assert host[0][0] != pytest.approx(host[0][-1], abs=0.05)
+    assert host[0][0] != pytest.approx(host[0][-3], abs=0.05)
+    assert all(abs(a - b) > 0.01 for a, b in zip(host[0][1::3], host[0][2::3], strict=True))  # an update is seen
 
 
 def _generate_from_the_host(rank: int, world: int, kind: str, zero: dict[str, Any]) -> None:

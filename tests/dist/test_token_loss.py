@@ -40,7 +40,7 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}, "token_weighted_los
 
 
 def _loop(case: PipelineCase, world: int, how: str) -> PipelineResult:
-    """A user's own loop over the engine, in one of three ways."""
+    """A user's own loop over the engine, in one of four ways."""
     import thalweg
 
     engine, *_ = thalweg.initialize(model=case.model(), config=case.config(world))
@@ -59,6 +59,10 @@ def _loop(case: PipelineCase, world: int, how: str) -> PipelineResult:
             loss = engine(*item)
             if how == "plain":
                 (loss / case.num_micro_batches).backward()
+            elif how == "in two":
+                engine.backward(0.25 * loss, retain_graph=True)
+                engine.backward(0.75 * loss)
+                engine.step()
             else:
                 engine.backward(loss)
                 engine.step()
@@ -75,7 +79,7 @@ def _run(
     rank: int, world: int, cases: list[PipelineCase], loops: list[PipelineCase]
 ) -> tuple[list[PipelineResult], list[list[PipelineResult]]]:
     whole = [run_engine(case, world, STEPS) for case in cases]
-    return whole, [[_loop(case, world, how) for how in ("engine", "plain", "own loss")] for case in loops]
+    return whole, [[_loop(case, world, how) for how in ("engine", "plain", "own loss", "in two")] for case in loops]
 
 
 def _worst(
@@ -106,7 +110,7 @@ def test_all_ranks_and_micro_batches_together_equal_one_process(every):
     assert found["loss"] < 5e-3 and found["parameter"] < 2e-2, found
     for number, case in enumerate(loops):
         plain = replace(run_plain(case, STEPS), losses=[])
-        for how in range(3):
+        for how in range(4):
             found = _worst([of[number][how] for _, of in results], plain, ("norm", "parameter"))
             assert all(value <= TOLERANCE[key] for key, value in found.items()), (case, how, found)
 

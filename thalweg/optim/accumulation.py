@@ -363,12 +363,14 @@ class TokenMean(LossNormalizer):
 
     def _loss_weight(self, num_items: int | None = None) -> Tensor:
         num_tokens = self._get_num_tokens(num_items)
+        is_new = num_items is not None or not self._loss_used  # else another loss over the same targets
         self._loss_used = True
         if self._reference_count is None:
             reference_count = self._all_reduce(num_tokens.clone()) * self._num_micro_batches
             self._reference_count = torch.where(reference_count > 0, reference_count, torch.ones_like(reference_count))
-        self._total_tokens += num_tokens
-        self._num_losses += 1
+        if is_new:
+            self._total_tokens += num_tokens
+            self._num_losses += 1
         return num_tokens * (self._dp_size / self._reference_count)
 
     def scale_loss(self, loss: Tensor, divide_by_window: bool = True, num_items: int | None = None) -> Tensor:

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from thalweg.comm import CommsLog
 from thalweg.config.schema.zero import ZeroOptimization
+from thalweg.device import synchronize
 from thalweg.ops.dynamic_subclass import DynamicSubclass, make_subclass
 from thalweg.utils.log import current_rank, get_logger
 from thalweg.zero import meshes
@@ -419,6 +420,8 @@ class ShardedModel:
             return
         for storage in self._storages:
             storage.reshard("an evaluation")
+        if self._collectives.spec.shards_on_host:  # an update, or the program, may write to what the device still reads
+            synchronize(self.device)
 
     def _reset_backward_trackers(self) -> None:
         for tracker in self._backward_trackers:

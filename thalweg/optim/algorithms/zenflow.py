@@ -182,7 +182,7 @@ class ZenFlowAdam(AbstractAdam):
             state["column_steps"] = state["step"].to(piece.device).expand(columns).clone()
         state["step"] += 1
         work = dtensor_local.upcast_half(piece).contiguous()
-        shape = (piece.shape[0], -1) if piece.ndim > 1 and piece.numel() else (piece.numel(), 1)
+        shape = (piece.shape[0], piece.shape[1:].numel()) if piece.ndim > 1 else (piece.numel(), 1)
         grad = dtensor_local.local_grad(param).to(work.dtype).reshape(shape)
         return _ZenFlowParam(group, param, state, work.view(shape), grad, work is not piece)
 

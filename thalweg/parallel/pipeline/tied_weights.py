@@ -83,7 +83,8 @@ class TiedWeights:
         """Give all copies the value that the first place has; before sharding."""
         for parameter, tie in self._find_local_copies(model):
             if not parameter.is_meta:
-                parameter.copy_(self._exchange_copies(parameter.detach().contiguous(), tie)[0])
+                # By the host: NCCL's first messages in a group want all its ranks, and these are of some stages alone.
+                parameter.copy_(self._exchange_copies(parameter.detach().cpu().contiguous(), tie)[0])
 
     def _exchange_copies(self, value: Tensor, tie: TiedWeight) -> list[Tensor]:
         """The values at all places of the tie, in their order."""
