@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 
 from tests.harness import run_ranks
 from tests.marks import nightly
@@ -440,6 +441,10 @@ def _transforms(rank: int, world: int, stage: int) -> tuple[list[float], list[fl
     return found[0], found[1], leaf.grad.tolist()
 
 
+@pytest.mark.skipif(
+    not RegisterPostBackwardFunction.generate_vmap_rule,
+    reason="FSDP2 of torch 2.11 has an autograd function that no transform of torch.func goes through",
+)
 @pytest.mark.parametrize("stage", [0, 2])
 def test_gradients_of_torch_func_are_the_callers_own(stage: int) -> None:
     ((through_engine, plain, divided),) = run_ranks(_transforms, 1, stage)
@@ -542,3 +547,27 @@ def test_a_pipeline_is_cut_as_its_module_is_made() -> None:
     names = ["layers.0.weight", "layers.1.weight", "layers.1.bias", "layers.2.weight", "layers.2.bias"]
     for found, local in zip(run_ranks(_pipeline, 2), (names[:3], names[3:]), strict=True):
         assert found == {"local": local, "moved": names, "values": first}
+
+
+def _updates_of_epochs(rank: int, world: int) -> dict[str, int]:
+    import thalweg
+
+    found = {}
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+    }  # fmt: skip
+    for name, make in {"alias": initialize, "own": thalweg.initialize}.items():
+        engine, _, loader, _ = make(model=nn.Linear(4, 1), config=config, training_data=list(torch.randn(10, 4)))
+        for _ in range(3):
+            for batch in loader:
+                engine.backward(engine(batch).sum())
+                engine.step()
+        found[name] = engine.global_steps
+        engine.close()
+    return found
+
+
+def test_a_window_goes_on_with_the_next_epoch_as_deepspeeds() -> None:
+    """(micro_steps + 1) % gradient_accumulation_steps there; Thalweg's own engine ends a window with its epoch."""
+    assert run_ranks(_updates_of_epochs, 1) == [{"alias": 7, "own": 9}]

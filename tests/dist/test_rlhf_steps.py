@@ -6,6 +6,7 @@ Rows 11 and 14 of PAIN_POINTS.md: an adapter saved empty; several engines in one
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +114,33 @@ def test_a_run_that_died_goes_on_to_the_same_end(
     of_all, parts = reports.pop(), [(tmp_path / "whole" / step / "report.html").read_text() for step in whole]
     assert of_all.count("<svg") == sum(part.count("<svg") for part in parts) > report.count("<svg")
     assert all(f"<h1>{step}</h1>" in of_all for step in whole)
+
+
+def _windows(rank: int, world: int, options: dict[str, Any], out: str, deaths: list[int]) -> None:
+    for death in [*deaths, None]:
+        with pytest.MonkeyPatch.context() as patch, nullcontext() if death is None else pytest.raises(_DeadError):
+            if death is not None:
+                patch.setattr(RunLog, "add", _die_at(death, "sft"))
+            _step(rank, world, "sft", options, out)
+
+
+@pytest.mark.parametrize("world", [1, nightly(2)])
+def test_an_update_is_a_window_of_the_engine_s_also_at_an_epoch_s_end(
+    world: int, base: dict[str, Any], tmp_path: Path
+) -> None:
+    """Ten batches are three windows of at most four; each is trained on in each epoch, and none is lost by a death."""
+    data = make_data(tmp_path / "data.jsonl", 20 * world)
+    options = base | {
+        "data_path": str(data), "data_split": "1,0,0", "num_train_steps": 0, "num_train_epochs": 3,
+        "sft": {"zero_stage": 2, "gradient_accumulation_steps": 4},
+    }  # fmt: skip
+    ends = []
+    for name, deaths in (("whole", []), ("died", [4, 6])):
+        run_ranks(_windows, world, options, str(tmp_path / name), deaths)
+        ends.append(_rows(tmp_path / name / "sft"))
+    assert ends[0] == ends[1] and [row["step"] for row in ends[0]] == list(range(1, 10))
+    states = [load_file(tmp_path / run / "sft" / "model" / "model.safetensors") for run in ("whole", "died")]
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
 def _step(rank: int, world: int, step: Any, options: dict[str, Any], out: str) -> None:

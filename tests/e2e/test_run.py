@@ -48,6 +48,14 @@ def test_the_device_is_in_the_ranks_environment(launch: Launch, tmp_path: Path) 
     assert wait_output(launch(script, options=("--nproc", "1"))) == (0, "None\n", "")
 
 
+def test_a_variable_for_all_ranks_is_for_those_of_one_host_too(launch: Launch, tmp_path: Path) -> None:
+    script = 'import os\nprint(os.environ.get("GIVEN"), os.environ.get("KEPT"))'
+    options = ("--nproc", "1", "--env", "GIVEN=a b=c", "--env", "KEPT")
+    assert wait_output(launch(script, options=options, KEPT="here", GIVEN="old")) == (0, "a b=c here\n", "")
+    code, _, err = wait_output(launch(script, options=("--nproc", "1", "--env", "2=x")))
+    assert code == 2 and "--env 2=x is not NAME or NAME=VALUE" in err
+
+
 @pytest.mark.nightly
 def test_threads_and_binding_can_be_chosen(launch: Launch, tmp_path: Path) -> None:
     code, _, err = wait_output(launch(DESCRIBE, options=("--nproc", "2", "--threads", "3", "--no-bind")))

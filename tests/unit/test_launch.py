@@ -211,6 +211,23 @@ def test_how_often_a_job_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [asked(), asked("--max-restarts", "2")] == [7, 2]
 
 
+def test_the_hostfile_of_a_cluster_is_taken_where_deepspeed_takes_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """``/job/hostfile`` by itself, for the command that is DeepSpeed's."""
+
+    def hosts(*words: str) -> list[str]:
+        return [host.address for host in run._select_hosts(_parse([*words]))]
+
+    assert Path("/job/hostfile") == run._CLUSTER_HOSTFILE
+    monkeypatch.setattr(run, "_CLUSTER_HOSTFILE", tmp_path / "hostfile")
+    assert hosts("--as-deepspeed") == []
+    (tmp_path / "hostfile").write_text("a slots=2\nb slots=2\n")
+    (tmp_path / "own").write_text("c slots=2\n")
+    assert hosts("--as-deepspeed") == ["a", "b"] and hosts() == []
+    assert hosts("--as-deepspeed", "--hostfile", str(tmp_path / "own")) == ["c"]
+
+
 WRITES_LINES = """
 import os, sys, time
 rank, folder = int(os.environ["RANK"]), sys.argv[1]

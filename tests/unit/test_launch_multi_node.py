@@ -177,7 +177,10 @@ def test_the_environment_that_goes_along(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="line 1"):
         collect_forwarded_env(here, [], [tmp_path])
     (tmp_path / "own").write_text("C=3")
-    assert collect_forwarded_env({"DS_ENV_FILE": str(tmp_path / "own")}, [], [tmp_path]) == {"C": "3"}
+    for named in (str(tmp_path / "own"), "own"):  # a name alone is looked for where the others are
+        assert collect_forwarded_env({"DS_ENV_FILE": named}, [], [tmp_path]) == {"C": "3"}
+    with pytest.raises(ValueError, match="DS_ENV_FILE is elsewhere"):
+        collect_forwarded_env({"DS_ENV_FILE": "elsewhere"}, [], [tmp_path])
 
 
 def test_scheduler_commands_are_words() -> None:

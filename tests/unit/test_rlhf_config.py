@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -280,6 +281,42 @@ def test_a_reward_that_is_no_number_is_an_error(bad: Any) -> None:
     assert reward(None, ["p", "p"], ["a", "c"], [{}, {}]).tolist() == [1.0, 1.0]
     with pytest.raises(ValueError, match=f"the reward function gave {bad} for the response 'b'"):
         reward(None, ["p", "p"], ["a", "b"], [{}, {}])
+
+
+def test_a_deepspeed_config_is_over_the_options_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its "auto" is what the options say, as a Hugging Face program's; what the loop counts by is said once."""
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(models, "initialize", lambda **given: (found.append(given["config"]), None)[1:])
+
+    def build(given: dict[str, Any]) -> dict[str, Any]:
+        config = replace(
+            load_rlhf_config({}, "sft", learning_rate=1e-5, zero_stage=2, dtype="bf16"), deepspeed_config=given
+        )
+        models.build_engine(tiny_decoder("llama"), config, num_updates=10, accumulation=4)
+        return found[-1]
+
+    plain = build({})
+    assert plain["optimizer"]["params"]["lr"] == 1e-5 and plain["bf16"] == {"enabled": True}
+    auto = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": 1e-6}},
+        "bf16": {"enabled": "auto"}, "gradient_accumulation_steps": "auto", "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto", "scheduler": "auto", "zero_optimization": {"stage": "auto", "overlap_comm": True},
+    }  # fmt: skip
+    got = build(auto)
+    assert got["optimizer"]["params"] == {**plain["optimizer"]["params"], "eps": 1e-6}
+    assert got["zero_optimization"] == {"stage": 2, "overlap_comm": True}
+    unchanged = plain.keys() - {"optimizer", "zero_optimization"}
+    assert {key: got[key] for key in unchanged} == {key: plain[key] for key in unchanged}
+    assert got.keys() == plain.keys()
+    assert build({"gradient_accumulation_steps": 4, "checkpoint": {"keep": 1}})["checkpoint"] == {"keep": "all"}
+    sgd = build({"optimizer": {"type": "SGD", "params": {"momentum": 0.5}}})["optimizer"]
+    assert sgd == {"type": "SGD", "params": {"lr": 1e-5, "weight_decay": 0.0, "momentum": 0.5}}
+    for key, value in (
+        ("train_micro_batch_size_per_gpu", 64), ("gradient_accumulation_steps", 1),
+        ("scheduler", {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{key} is counted by the options"):
+            build({key: value})
 
 
 def test_options_reach_the_engine_and_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from thalweg.rlhf.data import (
     AnswerDataset,
     PackedAnswers,
     PromptSource,
-    encode_answer,
+    encode_example,
     encode_prompt,
     load_examples,
 )
@@ -52,7 +52,33 @@ def test_a_line_of_a_csv_with_too_many_fields_does_not_shift_the_others(tmp_path
     ],
 )  # fmt: skip
 def test_forms_of_an_example(example: dict[str, Any], prompt: str, answer: str) -> None:
-    assert (_text(encode_prompt(TOKENIZER, example)), _text(encode_answer(TOKENIZER, example))) == (prompt, answer)
+    assert tuple(map(_text, encode_example(TOKENIZER, example))) == (prompt, answer)
+    assert _text(encode_prompt(TOKENIZER, example)) == prompt
+
+
+THINKING = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant><think>{% endif %}"
+)
+
+
+def test_an_answer_is_whole_where_a_template_begins_generation_otherwise_than_history() -> None:
+    """As reasoning models' do; both answers of a pair follow the same prompt."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = THINKING
+    user, answer = ({"role": role, "content": text} for role, text in (("user", "2+2?"), ("assistant", "four.")))
+    example = {"messages": [user, answer]}
+    assert tuple(map(_text, encode_example(tokenizer, example))) == ("<user>2+2?", "<assistant>four.<|end|>")
+    assert _text(encode_prompt(tokenizer, example)) == "<user>2+2?<assistant><think>"  # of what generates
+    thought = {"role": "assistant", "content": "<think>so, four."}
+    pair = {"prompt": [user], "chosen": [thought], "rejected": [answer]}
+    (row,) = AnswerDataset([pair], tokenizer, 64, ("chosen", "rejected")).rows
+    assert {name: _text(tokens) for name, tokens in row.items()} == {
+        "prompt": "<user>2+2?", "chosen": "<assistant><think>so, four.<|end|>", "rejected": "<assistant>four.<|end|>"
+    }  # fmt: skip
+    tokenizer.chat_template = "{{ messages | length }}" + THINKING
+    with pytest.raises(ValueError, match="chat template writes messages otherwise"):
+        encode_example(tokenizer, example)
 
 
 def test_parts_are_apart_and_blends_hold_all(tmp_path: Path) -> None:

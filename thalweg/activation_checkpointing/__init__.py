@@ -25,8 +25,6 @@ Files: ``checkpoint_wrapper.py`` the units and their policy; ``offloaded_forward
 leave; ``offload.py`` where to.
 """
 
-from __future__ import annotations
-
 from thalweg.activation_checkpointing.checkpoint_wrapper import (
     ActivationCheckpointPolicy,
     apply_activation_checkpointing,

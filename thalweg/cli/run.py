@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from thalweg.cli.arguments import int_at_least
 from thalweg.compat.startup import AS_DEEPSPEED, deepspeed_environ
-from thalweg.launch.env_forwarding import collect_forwarded_env
+from thalweg.launch.env_forwarding import collect_forwarded_env, read_assignments
 from thalweg.launch.failure import JobResult
 from thalweg.launch.hostfile import Host, filter_hosts, is_this_host, read_hostfile
 from thalweg.launch.multi_node.static_nodes import parse_num_nodes, resolve_node
@@ -35,6 +35,7 @@ from thalweg.utils.env import DEVICE_VARIABLE
 
 Limits = dict[str, int]
 SCHEDULERS = ("slurm", "mpi", "openmpi")
+_CLUSTER_HOSTFILE = Path("/job/hostfile")  # DeepSpeed's own default
 # Options of other launchers that are not taken, by what to do instead.
 _OTHER_OPTIONS = tomllib.loads(Path(__file__).with_name("run_hints.toml").read_text(encoding="utf-8"))
 PARSER_OPTIONS = {"usage": "thalweg run [--nproc N] [options] [-m] SCRIPT [ARGUMENT ...]", "allow_abbrev": False}
@@ -164,7 +165,7 @@ def _build_spec(args: argparse.Namespace) -> LaunchSpec:
         arguments=tuple(args.passthrough[1:]),
         kind="program" if args.no_python else "module" if args.module else "script",
         bind=not args.no_bind,
-        environ=_added_environ(args),
+        environ=_added_environ(args) | read_assignments(os.environ, args.env),
         max_restarts=(100 if args.elastic_training else 0) if args.max_restarts is None else args.max_restarts,
         **{name: getattr(args, name) for name in ("nproc", "threads", "cores", "master_port", "grace")},
     )
@@ -187,7 +188,8 @@ def _elastic_limits(args: argparse.Namespace, hosts: tuple[Host, ...]) -> Limits
 
 def _select_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
     """The hosts that are named, cut to ``--num-nodes`` where ranks are started from here."""
-    hosts = filter_hosts(read_hostfile(args.hostfile) if args.hostfile else (), args.include, args.exclude)
+    hostfile = args.hostfile or (_CLUSTER_HOSTFILE if args.as_deepspeed and _CLUSTER_HOSTFILE.is_file() else None)
+    hosts = filter_hosts(read_hostfile(hostfile) if hostfile else (), args.include, args.exclude)
     if hosts and args.num_nodes is not None:
         number = parse_num_nodes("--num-nodes", args.num_nodes)
         if number > len(hosts):

@@ -17,15 +17,16 @@ class BatchFeed:
         self._loader, self._device = loader, device
         self._batches: Iterator[Any] | None = None
         self._num_seen = self._count_handed_over()
+        self.ends_windows = True  # whether an epoch's end ends a window
 
     def is_epoch_end(self) -> bool:
-        """Whether the micro-batch just trained on was the last of the loader's epoch.
+        """Whether the micro-batch just trained on was the last of the loader's epoch, and of its window.
 
         Only a loader that is read in step with training can tell: one batch between two calls.
         Batches from elsewhere, or read ahead into a list, end no epoch here.
         """
         num_seen, self._num_seen = self._num_seen, self._count_handed_over()
-        return self._num_seen - num_seen == 1 and self._loader.at_epoch_end
+        return self.ends_windows and self._num_seen - num_seen == 1 and self._loader.at_epoch_end
 
     def _count_handed_over(self) -> int:
         """Batches so far; always 0 for a loader that does not know."""

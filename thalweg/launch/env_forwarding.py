@@ -28,11 +28,19 @@ def collect_forwarded_env(
         ValueError: a line or an option that is not ``NAME=VALUE``, or a NAME that is not set here.
     """
     variables = {name: value for name, value in environ.items() if name.startswith(FORWARDED_PREFIXES)}
-    env_file = environ.get("DS_ENV_FILE")
-    files = [Path(env_file)] if env_file else [folder / name for folder in folders for name in ENV_FILES]
+    env_file, folders = environ.get("DS_ENV_FILE"), tuple(folders)
+    files = [folder / name for folder in folders for name in ([env_file] if env_file else ENV_FILES)]
+    files = list(dict.fromkeys(path for path in files if path.is_file()))
+    if env_file and folders and not files:
+        raise ValueError(f"DS_ENV_FILE is {env_file}, and there is no such file in {' or '.join(map(str, folders))}")
     for path in files:
-        if path.is_file():
-            variables.update(read_env_file(path))
+        variables.update(read_env_file(path))
+    return variables | read_assignments(environ, assignments)
+
+
+def read_assignments(environ: Mapping[str, str], assignments: Iterable[str]) -> dict[str, str]:
+    """The variables that ``--env`` names; raises as :func:`collect_forwarded_env`."""
+    variables = {}
     for text in assignments:
         name, equals, value = text.partition("=")
         if _NAME.fullmatch(name) is None:

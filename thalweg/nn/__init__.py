@@ -1,7 +1,5 @@
 """Model parts: the reference GPT and the layers that PyTorch lacks."""
 
-from __future__ import annotations
-
 from thalweg.nn.losses.tiled_cross_entropy import tiled_cross_entropy
 from thalweg.nn.tiled_mlp import tiled
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from thalweg.checkpoint.filesystem import FileSystem, list_if_there, remove_tree, write_file
+from thalweg.checkpoint.filesystem import FileSystem, list_if_there, remove_tree, replace_file
 from thalweg.checkpoint.job_starts import STARTS
 from thalweg.engine import Engine
 
@@ -38,12 +38,7 @@ def commit(directory: str | Path, step: int, engines: Mapping[str, Engine], stat
     if dist.get_rank() == 0:
         io = FileSystem()
         manifest = {"step": step, "engines": dict.fromkeys(engines, tag), "state": dict(state)}
-        temporary = directory / f".{_MANIFEST}"
-        if io.exists(temporary):
-            io.remove(temporary)  # of a run that died here
-        write_file(io, temporary, json.dumps(manifest, indent=1).encode())
-        io.rename(temporary, directory / _MANIFEST)
-        io.fsync_dir(directory)
+        replace_file(io, directory / _MANIFEST, json.dumps(manifest, indent=1).encode())
         for name in engines:
             for other in set(list_if_there(io, directory / name)) - {tag, STARTS}:
                 remove_tree(io, directory / name / other)

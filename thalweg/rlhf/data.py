@@ -84,18 +84,28 @@ def encode_prompt(tokenizer: Any, example: Example) -> list[int]:
     return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
 
 
-def encode_answer(tokenizer: Any, example: Example, column: str = "chosen") -> list[int]:
-    """Return the tokens of an answer, with the end token."""
+def encode_example(tokenizer: Any, example: Example, column: str = "chosen") -> tuple[list[int], list[int]]:
+    """Return the tokens before an answer, and its own with the end token.
+
+    Raises:
+        ValueError: the example has no such answer, or its chat template writes what is before it in another way.
+    """
     messages = example.get("messages") if column == "chosen" else None
     answer = messages[-1:] if messages else example.get(column, example.get("text"))
     if answer is None:
         raise ValueError(f"an example has none of {column}, messages, text: it has {', '.join(example)}")
     if isinstance(answer, str):
         tokens = tokenizer(answer, add_special_tokens=False)["input_ids"]
-        return [*tokens, tokenizer.eos_token_id]
+        return encode_prompt(tokenizer, example), [*tokens, tokenizer.eos_token_id]
     before = messages[:-1] if messages else example.get("prompt", [])
     whole = list(tokenizer.apply_chat_template([*before, *answer], return_dict=False))
-    return whole[len(encode_prompt(tokenizer, example)) :]
+    # What is to generate may be begun otherwise than what was said: with "<think>", which history is written without.
+    for begins in (True, False):
+        options: Any = {"add_generation_prompt": begins, "return_dict": False}
+        prompt = list(tokenizer.apply_chat_template(before, **options)) if before else []
+        if whole[: len(prompt)] == prompt:
+            return prompt, whole[len(prompt) :]
+    raise ValueError("the chat template writes messages otherwise once an answer follows: give another, or texts")
 
 
 class AnswerDataset(Dataset[Any]):
@@ -109,10 +119,11 @@ class AnswerDataset(Dataset[Any]):
     ) -> None:
         self.pad_id, self.columns, self.rows = pad_token_id(tokenizer), tuple(columns), list[Any]()
         for example in examples:
-            prompt = encode_prompt(tokenizer, example)
+            pairs = [encode_example(tokenizer, example, column) for column in columns]
+            prompt = min((prompt for prompt, _ in pairs), key=len)  # what all answers follow
             if len(prompt) < max_length - 1:
-                answers = {c: encode_answer(tokenizer, example, c)[: max_length - len(prompt)] for c in columns}
-                self.rows.append({"prompt": prompt, **answers})
+                texts = ([*before, *answer][len(prompt) : max_length] for before, answer in pairs)
+                self.rows.append({"prompt": prompt, **dict(zip(columns, texts, strict=True))})
         if not self.rows:
             raise ValueError(f"no example has room for an answer in max_seq_len {max_length}: give more")
 

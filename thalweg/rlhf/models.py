@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -189,8 +189,17 @@ def build_engine(
 
         return get_scheduler(config.lr_scheduler_type, optimizer, config.num_warmup_steps, num_updates)
 
+    given = read_mapping(config.deepspeed_config)
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "scheduler"):
+        if given.get(key, "auto") not in ("auto", settings.get(key)):
+            raise ValueError(f"deepspeed_config: {key} is counted by the options of the step: give it there alone")
+    if given.get("optimizer", {}).get("type", "AdamW") not in ("Adam", "AdamW"):
+        del settings["optimizer"]["params"]["betas"]  # which others may not have
+    settings = _merge(settings, given)
+    # A commit of all engines removes what the one before it named, and nothing else may.
+    settings["checkpoint"] = {**settings.get("checkpoint", {}), "keep": "all"}
     return initialize(
-        model=model, config=settings | read_mapping(config.deepspeed_config), training_data=training_data,
+        model=model, config=settings, training_data=training_data,
         collate_fn=collate_fn, lr_scheduler=make_schedule, mesh=mesh, model_parameters=groups,
     )[0]  # fmt: skip
 
@@ -207,6 +216,17 @@ def build_frozen_engine(
         "steps_per_print": None, **_precision(config), **_layout(config),
     }  # fmt: skip
     return initialize(model=model, config=settings, mesh=mesh)[0].eval()
+
+
+def _merge(settings: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` over ``settings``, block by block; its "auto" are as these are."""
+    merged = dict(settings)
+    for key, value in given.items():
+        if isinstance(value, Mapping):
+            merged[key] = _merge(settings.get(key) or {}, value)
+        elif value != "auto":
+            merged[key] = value
+    return merged
 
 
 def num_tensor_ranks(config: RLHFConfig) -> int:

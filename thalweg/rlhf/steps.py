@@ -113,8 +113,10 @@ def _train_supervised(
         data = PackedAnswers(data, config.max_seq_len)
     num_ranks = models.num_data_ranks(config, dist.get_world_size())
     size = config.per_device_train_batch_size * config.gradient_accumulation_steps * num_ranks
-    num_updates = config.num_train_steps or config.num_train_epochs * (len(data) // size)
-    if num_updates < 1:
+    num_batches = len(data) // (config.per_device_train_batch_size * num_ranks)  # of an epoch
+    updates_per_epoch = -(-num_batches // config.gradient_accumulation_steps)  # the last of fewer batches, perhaps
+    num_updates = config.num_train_steps or config.num_train_epochs * updates_per_epoch
+    if len(data) < size:
         raise ValueError(
             f"{step}: {len(data)} examples do not fill one update of {size}: give more, or smaller batches"
         )
@@ -133,15 +135,15 @@ def _train_supervised(
     start, _ = checkpoint.resume(folder / "checkpoint", {"model": engine})
     run_log, batches = RunLog(folder, start), cycle(engine.training_dataloader)
     for update in range(start + 1, config.stop(num_updates) + 1):
-        totals: dict[str, float] = {}
-        for _ in range(config.gradient_accumulation_steps):
+        before, metrics = engine.global_steps, list[dict[str, float]]()
+        while engine.global_steps == before:
             engine.train()
             loss, num_items, more = loss_fns[step](engine, next(batches))
             engine.backward(loss, num_items=num_items)
             engine.step()
-            for key, value in {"loss": loss.detach(), **more}.items():
-                totals[key] = totals.get(key, 0.0) + float(value) / config.gradient_accumulation_steps
-        _record(engine, run_log, step, update, models.mean_over_ranks(totals))
+            metrics.append({key: float(value) for key, value in {"loss": loss.detach(), **more}.items()})
+        means = {key: sum(each[key] for each in metrics) / len(metrics) for key in metrics[0]}
+        _record(engine, run_log, step, update, models.mean_over_ranks(means))
         if config.save_interval and update % config.save_interval == 0 and update < num_updates:
             checkpoint.commit(folder / "checkpoint", update, {"model": engine}, {})
     run_log.write_report(step)

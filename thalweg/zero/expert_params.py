@@ -160,15 +160,12 @@ class ScalarParams:
             return
         known = torch.stack([self._known_part(parameter) for parameter in trainable])
         grads = [k if p.grad is None else p.grad.float() for p, k in zip(trainable, known, strict=True)]
-        has_grad = [parameter.grad is not None for parameter in trainable]
-        # Neither copies nor waits on a device, unless a gradient is missing.
-        flags = torch.ones_like(known) if all(has_grad) else torch.tensor(has_grad).to(known)
-        local = torch.stack([torch.stack(grads) - known, flags])
+        has_grad = [torch.full_like(k, p.grad is not None) for p, k in zip(trainable, known, strict=True)]
+        local = torch.stack([torch.stack(grads) - known, torch.stack(has_grad)])
         if dist.get_world_size(self._group) > 1:
             dist.all_reduce(local, group=self._group)
-        counts = has_grad if all(has_grad) else local[1].tolist()
-        for parameter, value, count in zip(trainable, (known + local[0] / divisor).unbind(), counts, strict=True):
-            if parameter.grad is None and count:
+        for parameter, value, count in zip(trainable, known + local[0] / divisor, local[1], strict=True):
+            if parameter.grad is None and count > 0:  # the host waits for a device only where a gradient is missing
                 parameter.grad = value.to(parameter.dtype, copy=True)
             elif parameter.grad is not None:
                 parameter.grad.copy_(value)

@@ -3,9 +3,9 @@
 What the words mean here and there:
 
 * ``config`` is the user's dict there; the resolved one stays reachable as ``resolved_config``.
-* A loss is divided by ``gradient_accumulation_steps`` and by nothing else, so a window that is closed early (the tail
-  of an epoch) weighs its micro-batches as accelerate does without DeepSpeed.  Thalweg's own engine takes the mean
-  over those that there were.
+* A loss is divided by ``gradient_accumulation_steps`` and by nothing else, so a window that a program closes early
+  weighs its micro-batches as accelerate does without DeepSpeed.  Thalweg's own engine takes the mean over those that
+  there were.  A window that an epoch's end leaves open goes on with the next epoch there, and ends here.
 * So is that of a plain ``loss.backward()``; Thalweg's own engine leaves that to the program.
 * ``set_gradient_accumulation_boundary`` says which backward pass is the window's last; accelerate then calls ``step``
   for the last one alone, and not for each micro-batch.
@@ -58,6 +58,7 @@ class DeepSpeedEngine(Engine):
     def __init__(self, components: Components, config: Config, loader: Any = None) -> None:
         super().__init__(components, config, loader)
         self._raw_config: dict[str, Any] = {}
+        self._batch_feed.ends_windows = False  # one goes on with the next epoch's batches
         self.is_compiled, self._last_save_dir = False, ""
         self._data_iterator: Iterator[Any] | None = None
         self.is_whole_in_eval = False  # ranks that share sequences in training have their own in evaluation

@@ -1,7 +1,5 @@
 """Attention over blocks: the patterns, the module, and how a config's block replaces a model's attention."""
 
-from __future__ import annotations
-
 from thalweg.nn.sparse_attention.sparse_self_attention import SparseSelfAttention
 from thalweg.nn.sparse_attention.sparsity_config import (
     BigBirdSparsityConfig,

@@ -26,9 +26,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
+from thalweg.config.errors import escape_surrogates
 from thalweg.infer.types import InvalidParameter, ModelMetadata, SamplingParams, StructuredOutput
 from thalweg.serve.errors import ApiError, BadRequest, ContextLengthExceeded
-from thalweg.serve.openai.tools import filter_allowed_tools, replace_surrogates, tool_choice_schema
+from thalweg.serve.openai.tools import filter_allowed_tools, tool_choice_schema
 from thalweg.utils.log import get_logger
 
 _LOG = get_logger(__name__)
@@ -442,7 +443,7 @@ class ChatTokenizer:
             )
         except Exception as error:  # templates refuse what they do not know by raising whatever they like
             raise BadRequest(f"the model's chat template refuses this: {error}", "messages") from None
-        return replace_surrogates(prompt), False
+        return escape_surrogates(prompt), False  # a call's arguments may name half a character
 
     def _decode_token(self, token: int) -> tuple[str, list[int]]:
         if self.hf_tokenizer is None:

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+from thalweg.config.errors import escape_surrogates
 from thalweg.infer.engine.detokenizer import partial_suffix_length
 
 _OPEN_TAG, _CLOSE_TAG = "<tool_call>", "</tool_call>"
@@ -128,10 +129,7 @@ class ToolParser:
         if not all(isinstance(name, str) and (names is None or name in names) for name, _ in parsed):
             return []
         return [
-            self._make_call(
-                replace_surrogates(name),
-                replace_surrogates(given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)),
-            )
+            self._make_call(name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False))
             for name, given in parsed
         ]
 
@@ -148,13 +146,8 @@ class ToolParser:
             "index": self.num_calls - 1,
             "id": secrets.token_hex(5)[:9],  # as long as Mistral's templates want it when it comes back
             "type": "function",
-            "function": {"name": name, "arguments": arguments},
+            "function": {"name": escape_surrogates(name), "arguments": escape_surrogates(arguments)},
         }
-
-
-def replace_surrogates(text: str) -> str:
-    """``text`` that can be sent: JSON may name half a character ("\\ud83d"), which no encoding has."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _json_objects(text: str) -> list[Any]:
