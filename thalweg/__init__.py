@@ -29,7 +29,7 @@ _PUBLIC = {
     "checkpointing": "thalweg.activation_checkpointing.checkpointing",
     "comm": "thalweg.comm",
     "get_accelerator": "thalweg.accelerator",
-    "tp_model_init": "thalweg.parallel.tensor.model_init",
+    "tp_model_init": "thalweg.parallel.tensor.tensor_parallel",
     "FlopsProfiler": "thalweg.observe.flops_profiler",
     "OnDevice": "thalweg.deferred_init.context",
     "compression": "thalweg.compression",

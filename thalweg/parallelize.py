@@ -38,7 +38,7 @@ from thalweg.nn.moe.layer import MoE
 from thalweg.nn.moe.load_balance import LoadBalancer
 from thalweg.nn.random_ltd import apply_random_ltd
 from thalweg.nn.sparse_attention.apply import apply_sparse_attention
-from thalweg.nn.tiling import apply_tiling
+from thalweg.nn.tiled_mlp import apply_tiling
 from thalweg.observe.flops import flops_per_token, peak_memory_mib
 from thalweg.observe.flops_profiler import StepProfile
 from thalweg.observe.recorder import build_recorder
@@ -63,8 +63,12 @@ from thalweg.parallel.pipeline.pipeline_parallel import PipelineParallel
 from thalweg.parallel.pipeline.pipeline_runner import ForwardHooks, PipelineRunner
 from thalweg.parallel.pipeline.tied_weights import ParamNaming
 from thalweg.parallel.sequence.sequence_parallel import SequenceGroups, apply_sequence_parallel
-from thalweg.parallel.tensor.model_init import requested_tp_size
-from thalweg.parallel.tensor.tensor_parallel import apply_tensor_parallel, sync_rng, warn_cross_host_groups
+from thalweg.parallel.tensor.tensor_parallel import (
+    apply_tensor_parallel,
+    requested_tp_size,
+    sync_rng,
+    warn_cross_host_groups,
+)
 from thalweg.parallel_dims import ParallelDims, ParallelMeshes, control_group
 from thalweg.utils.dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from thalweg.utils.formatting import parse_bytes

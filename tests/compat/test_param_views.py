@@ -46,8 +46,7 @@ def _engine(stage: int = 3, **sections: Any) -> Any:
 
 
 def _views(rank: int, world: int) -> dict[str, Any]:
-    from thalweg.compat.deepspeed.param_views import DeepSpeedGatheredParameters
-    from thalweg.compat.deepspeed.zero_params import ZeroParamStatus
+    from thalweg.compat.deepspeed.param_views import DeepSpeedGatheredParameters, ZeroParamStatus
 
     torch.manual_seed(0)
     whole = _Net()

@@ -332,7 +332,7 @@ def test_the_ledger_has_what_fsdp2_moves_on_a_device(stage):
 
 def _copies(rank: int, world: int, folder: str) -> dict[str, dict[str, int]]:
     from thalweg.activation_checkpointing.offload import NvmeActivationOffloader
-    from thalweg.data.batches import to_device
+    from thalweg.data.batch_feed import to_device
 
     x = torch.randn(64, 1024, device=accelerator())
     device, saver = x.device, NvmeActivationOffloader(folder)
@@ -532,7 +532,7 @@ def _syncs_of_an_evaluation(rank: int, world: int, configs: dict[str, dict[str, 
 @pytest.mark.parametrize("world", [1, nightly(2)])
 def test_what_the_host_has_is_not_written_while_an_evaluation_reads_it(world):
     """The program may write to it next, an update too, and no gradient arrives that tells that the device has read it.
-    A real device alone would show what else is computed; the control: what rests on the device is waited for by none."""
+    A real device alone would show what is computed else; the control: nobody waits for what rests on the device."""
     configs = {"host": _on_host(3, "fp32"), "host, cast": _on_host(3), "device": _stage(3)}
     for found in run_ranks(_syncs_of_an_evaluation, world, configs, device="sim"):
         assert found["host"].get("device", 0) >= 1 <= found["host, cast"].get("device", 0)

@@ -22,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from thalweg.data.batches import cycle
+from thalweg.data.batch_feed import cycle
 from thalweg.data.loader import build_loader
 from thalweg.data.wrap_loader import PassthroughLoader, wrap_dataloader
 

@@ -14,10 +14,10 @@ import transformers
 import thalweg
 from thalweg.config import load, resolve
 from thalweg.config.schema.training import Tiling
-from thalweg.nn.tiling import apply_tiling
+from thalweg.nn.tiled_mlp import apply_tiling
 from thalweg.nn.transformer import GPT, GPTConfig
+from thalweg.plan.estimates import transformer_activation_bytes, zero_state_bytes
 from thalweg.plan.extrapolate import measure_extrapolated
-from thalweg.plan.formulas import transformer_activation_bytes, zero_state_bytes
 from thalweg.plan.inputs.input_spec import infer_input_spec, input_spec_from_call
 from thalweg.plan.inputs.model_loader import load_meta_model
 from thalweg.plan.memory.rank_memory import CachingAllocator, RankMemory
@@ -372,7 +372,7 @@ def test_the_answer_has_its_keys_and_fits_or_not():
 
 
 def test_a_suggestion_fits_when_it_is_followed():
-    from thalweg.plan.spec.config_changes import apply_changes
+    from thalweg.plan.spec.run_spec import apply_changes
 
     tiny = {"vocab_size": 512, "n_layer": 2, "n_head": 4, "n_embd": 128, "block_size": 128}
     config = {**CONFIG, "train_micro_batch_size_per_gpu": 64}

@@ -18,7 +18,7 @@ from thalweg.config import load
 from thalweg.plan import Cluster, Plan, extrapolate, planner
 from thalweg.plan.html import plan_to_html
 from thalweg.plan.inputs.input_spec import input_spec_from_call
-from thalweg.plan.spec.config_changes import apply_changes
+from thalweg.plan.spec.run_spec import apply_changes
 
 pytest.importorskip("transformers")
 GIB = 2**30

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from thalweg.config.reader import read_source
     from thalweg.plan.planner import build_planner
     from thalweg.plan.search.tuner import tune
-    from thalweg.plan.spec.config_changes import apply_changes
+    from thalweg.plan.spec.run_spec import apply_changes
     from thalweg.zero.options import get_model_size
 
     check_parent_folder("--output", args.output)

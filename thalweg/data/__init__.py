@@ -1,6 +1,6 @@
 """Text to documents, documents to tokens, tokens to blocks, blocks to each rank's batches."""
 
-from thalweg.data.batches import cycle
+from thalweg.data.batch_feed import cycle
 from thalweg.data.corpus import stdlib_documents
 from thalweg.data.curriculum import Curriculum, CurriculumSampler
 from thalweg.data.data_analyzer import DataAnalyzer, DifficultyIndex

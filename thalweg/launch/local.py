@@ -61,8 +61,8 @@ def run_local(job: LocalJob, node: NodeSpec | None = None) -> JobResult:
             if not result.can_restart or restart >= max_restarts:
                 return result
             restart += 1
-            num_crashes = job.spec.num_crashes + (result.lost_node is None)
-            job = replace(job, spec=replace(job.spec, num_crashes=num_crashes))
+            is_crash = result.lost_node is None
+            job = replace(job, spec=replace(job.spec, num_crashes=job.spec.num_crashes + is_crash))
             announce_restart(result, restart, max_restarts)
             gc.collect()  # torch's agent is part of a cycle, and its store holds the port
 

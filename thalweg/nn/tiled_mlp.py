@@ -24,7 +24,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree
 
+from thalweg.config.schema.training import Tiling
 from thalweg.device import get_rng_state, set_rng_state
+from thalweg.nn.losses.lazy_logits import LossTiling
+from thalweg.nn.losses.lm_head import make_logits_lazy
 from thalweg.ops.dynamic_subclass import DynamicSubclass, cached_subclass
 from thalweg.ops.linear.functional import must_use_plain_ops
 
@@ -228,3 +231,20 @@ def find_mlps(model: nn.Module, names: Sequence[str] | None = None) -> dict[str,
             "MLPs in tiling.mlp_modules, or set tiling.mlp to 1"
         )
     return mlps
+
+
+def apply_tiling(model: nn.Module, section: Tiling) -> LossTiling | None:
+    """Tile the MLPs and the loss of ``model`` as ``section`` says; comes before sharding.
+
+    Raises:
+        ValueError: a layer that the section names or needs is not there, or cannot be tiled.
+    """
+    if section.mlp > 1:
+        for module in find_mlps(model, section.mlp_modules).values():
+            tiled(module, section.mlp)
+    if not section.loss:
+        return None
+    if section.head is not None and section.head not in dict(model.named_modules()):
+        raise ValueError(f"tiling.head is {section.head!r}, and the model has no module of that name")
+    head = None if section.head is None else model.get_submodule(section.head)
+    return make_logits_lazy(model, head, section.loss_tokens)

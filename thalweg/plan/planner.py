@@ -14,16 +14,15 @@ from thalweg.config import Config
 from thalweg.config.schema.base import replace_by_path
 from thalweg.plan import extrapolate
 from thalweg.plan.comm_volume import estimate_comm_volume
-from thalweg.plan.formulas import transformer_activation_bytes, zero_state_bytes
+from thalweg.plan.estimates import transformer_activation_bytes, zero_state_bytes
 from thalweg.plan.inputs.input_spec import InputSpec, infer_input_spec, input_spec_from_example
 from thalweg.plan.inputs.model_loader import MetaModel, load_meta_model
 from thalweg.plan.memory.rank_memory import MemoryBreakdown, MemorySample
 from thalweg.plan.memory.replay import replay_events
 from thalweg.plan.result import Plan
 from thalweg.plan.spec.cluster import Cluster, build_cluster, get_disk_limit
-from thalweg.plan.spec.config_changes import choose_max_in_cpu
 from thalweg.plan.spec.devices import CONTEXT_BYTES, library_bytes
-from thalweg.plan.spec.run_spec import RunSpec, run_spec_from_config, unmodelled_options
+from thalweg.plan.spec.run_spec import RunSpec, choose_max_in_cpu, run_spec_from_config, unmodelled_options
 from thalweg.plan.step_time import combine_times, disk_keeps_up, estimate_step_time
 from thalweg.plan.trace.fake_groups import supports_tp
 from thalweg.plan.trace.step import StepTrace, build_param_specs, drop_untraced_choices, trace_step

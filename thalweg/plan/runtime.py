@@ -19,9 +19,8 @@ from thalweg.plan.inputs.model_loader import MetaModel, load_meta_model
 from thalweg.plan.planner import Planner
 from thalweg.plan.search.search import auto_keys, choose_auto_values, with_auto_values
 from thalweg.plan.spec.cluster import Cluster, accelerator_cluster, local_cluster
-from thalweg.plan.spec.config_changes import choose_max_in_cpu
 from thalweg.plan.spec.devices import library_bytes, local_device
-from thalweg.plan.spec.run_spec import RankTopology, get_tp_size, with_optimizer
+from thalweg.plan.spec.run_spec import RankTopology, choose_max_in_cpu, get_tp_size, with_optimizer
 from thalweg.utils.formatting import parse_bytes
 from thalweg.utils.log import get_logger
 from thalweg.utils.procfs import available_host_memory, read_fields, resident_bytes

@@ -97,12 +97,11 @@ def encode_example(tokenizer: Any, example: Example, column: str = "chosen") -> 
     if isinstance(answer, str):
         tokens = tokenizer(answer, add_special_tokens=False)["input_ids"]
         return encode_prompt(tokenizer, example), [*tokens, tokenizer.eos_token_id]
-    before = messages[:-1] if messages else example.get("prompt", [])
-    whole = list(tokenizer.apply_chat_template([*before, *answer], return_dict=False))
+    chat, before = tokenizer.apply_chat_template, messages[:-1] if messages else example.get("prompt", [])
+    whole = list(chat([*before, *answer], return_dict=False))
     # What is to generate may be begun otherwise than what was said: with "<think>", which history is written without.
     for begins in (True, False):
-        options: Any = {"add_generation_prompt": begins, "return_dict": False}
-        prompt = list(tokenizer.apply_chat_template(before, **options)) if before else []
+        prompt = list(chat(before, add_generation_prompt=begins, return_dict=False)) if before else []
         if whole[: len(prompt)] == prompt:
             return prompt, whole[len(prompt) :]
     raise ValueError("the chat template writes messages otherwise once an answer follows: give another, or texts")

@@ -219,14 +219,13 @@ def build_frozen_engine(
 
 
 def _merge(settings: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` over ``settings``, block by block; its "auto" are as these are."""
-    merged = dict(settings)
+    """Put ``given`` over ``settings``, block by block; its "auto" are as these are."""
     for key, value in given.items():
         if isinstance(value, Mapping):
-            merged[key] = _merge(settings.get(key) or {}, value)
+            settings[key] = _merge(dict(settings.get(key) or {}), value)
         elif value != "auto":
-            merged[key] = value
-    return merged
+            settings[key] = value
+    return settings
 
 
 def num_tensor_ranks(config: RLHFConfig) -> int:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from thalweg.data.batches import cycle
+from thalweg.data.batch_feed import cycle
 from thalweg.engine import Engine
 from thalweg.parallel_dims import init_distributed
 from thalweg.rlhf import checkpoint, losses, models

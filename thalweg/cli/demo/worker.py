@@ -23,7 +23,7 @@ from torch import Tensor
 
 import thalweg
 from thalweg.cli.demo.settings import DemoSettings, build_engine_config
-from thalweg.data.batches import cycle
+from thalweg.data.batch_feed import cycle
 from thalweg.data.packing import PackedDataset, open_tokens
 from thalweg.data.tokenizer import BytePairTokenizer
 from thalweg.nn.transformer import GPT, GPTConfig

@@ -15,10 +15,9 @@ from thalweg.compat.deepspeed.elasticity import ensure_immutable_elastic_config
 from thalweg.compat.deepspeed.engine import DeepSpeedEngine, DeepSpeedUsageError
 from thalweg.compat.deepspeed.hybrid_engine import DeepSpeedHybridEngine
 from thalweg.compat.deepspeed.live_engines import add_engine
-from thalweg.compat.deepspeed.param_views import show_ds_names
+from thalweg.compat.deepspeed.param_views import ZeRORuntimeException, show_ds_names
 from thalweg.compat.deepspeed.ulysses import SequenceParallelState
 from thalweg.compat.deepspeed.zero_optimizers import show_class
-from thalweg.compat.deepspeed.zero_params import ZeRORuntimeException
 from thalweg.config import Config, load
 from thalweg.config.format import DEEPSPEED_DEFAULTS
 from thalweg.config.reader import read_source

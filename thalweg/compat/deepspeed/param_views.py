@@ -11,8 +11,9 @@ alone.  Nothing is written onto a parameter: its class becomes one of four here,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from functools import partial
 from itertools import count
 from typing import Any, cast
@@ -23,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from thalweg.compat.deepspeed.zero_params import ZeroParamStatus
 from thalweg.deferred_init.context import Init
 from thalweg.deferred_init.deferred_tensor import DeferredParameter, DeferredTensor, is_deferred, materialize_tensor
 from thalweg.deferred_init.tensor_swap import FullParameter, deepcopy_plain
@@ -37,6 +37,24 @@ _ids = WeakIdKeyDictionary()  # of sharded and of gathered objects
 _shards = WeakIdKeyDictionary()  # the sharded parameter of each object that FSDP2 gathers into
 _gathered = WeakIdKeyDictionary()  # parameters that a program has gathered by themselves, each with its context
 _next_id = count()
+
+
+class ZeRORuntimeException(Exception):
+    """What DeepSpeed raises where a checkpoint does not fit, which Thalweg loads or answers with a CheckpointError; and
+    for a program's own optimizer with offload, which Thalweg takes unless ``zero_force_ds_cpu_optimizer`` is set."""
+
+
+class ZeroParamStatus(Enum):
+    """Whether a parameter is whole."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """The constructor itself: ``zero.Init`` replaces none of torch's."""
+    return fn
 
 
 class GatherHandle:

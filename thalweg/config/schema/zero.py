@@ -26,7 +26,7 @@ class OffloadParam(without_effect("zero_optimization.offload_param")):
     device: Literal["none", "cpu", "nvme"] = "none"
     nvme_path: str | None = None
     buffer_count: NonNegativeInt = 5
-    # Unset: what the memory there is has room for (``plan/spec/config_changes.py``).
+    # Unset: what the memory there is has room for (``plan/spec/run_spec.py``).
     max_in_cpu: NonNegativeInt | None = None
     pin_memory: bool = True
 

@@ -208,8 +208,7 @@ def run_multi_node(job: MultiNodeJob) -> JobResult:
                 if not result.can_restart or restart == job.spec.max_restarts:
                     return result
                 restart, left_out = restart + 1, lost if job.min_hosts else set()
-                num_crashes = job.spec.num_crashes + (not lost)
-                job = replace(job, spec=replace(job.spec, num_crashes=num_crashes))
+                job = replace(job, spec=replace(job.spec, num_crashes=job.spec.num_crashes + (not lost)))
             except MissingHostError as error:
                 if not job.min_hosts or restart == 0:
                     raise

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thalweg.ops.clean_thread import run_in_clean_thread
+from thalweg.ops.autograd import run_in_clean_thread
 
 ATTN_IMPLEMENTATION = "thalweg_widened_sdpa"
 _MIN_SPEEDUP = 1.1

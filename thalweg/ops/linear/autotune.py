@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from thalweg.ops.clean_thread import run_in_clean_thread
+from thalweg.ops.autograd import run_in_clean_thread
 from thalweg.ops.linear.kernels import KERNELS, REFERENCE, is_usable, make_operands
 
 _NUM_ROUNDS = 5

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thalweg.ops._torch_private import ONEDNN_LINEAR, onednn_linear
-from thalweg.ops.clean_thread import run_in_clean_thread
+from thalweg.ops.autograd import run_in_clean_thread
 
 MATMUL_KINDS = ("nt", "nn", "tn")
 REFERENCE = "torch"

@@ -28,7 +28,7 @@ from thalweg.config.schema.base import AUTO, get_by_path, replace_by_path
 from thalweg.plan.planner import Planner
 from thalweg.plan.result import Plan
 from thalweg.plan.spec.cluster import Cluster
-from thalweg.plan.spec.config_changes import MAX_IN_CPU_KEY
+from thalweg.plan.spec.run_spec import MAX_IN_CPU_KEY
 from thalweg.utils.formatting import format_bytes, format_seconds
 from thalweg.utils.log import get_logger
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,9 +20,14 @@ from thalweg.optim.offload.nvme_step import is_elementwise
 from thalweg.optim.offload.policy import may_step_in_backward
 from thalweg.zero.shard import ShardOptions
 from thalweg.zero.storage.base import ParamSpec, StorageKind
-from thalweg.zero.storage.nvme import prefers_low_memory, shards_on_host
+from thalweg.zero.storage.nvme import MOST_IN_MEMORY, prefers_low_memory, shards_on_host
 
 INTRA_NODE, INTER_NODE = "inside a node", "between nodes"
+MAX_IN_CPU_KEY = "zero_optimization.offload_param.max_in_cpu"
+# Of the memory of a rank, for parameters that stay in it though they might rest on a disk; each takes its master, its
+# copy in the compute dtype and holes between them.
+_RESIDENT_SHARE, _RESIDENT_BYTES = 1 / 8, 8
+_DERIVED_KEYS = ("train_batch_size", "data_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -271,3 +277,28 @@ def unmodelled_options(config: Config) -> list[str]:
     if section.partition_activations and section.policy != "none" and get_tp_size(config) > 1:
         options.append("activation_checkpointing.partition_activations")
     return options
+
+
+def apply_changes(config_dict: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A ds_config with ``changes`` (dotted keys); the total batch size is left to follow from its factors."""
+    config_dict = copy.deepcopy(config_dict)
+    for key in _DERIVED_KEYS:
+        config_dict.pop(key, None)
+    for path, value in changes.items():
+        node = config_dict
+        *outer, last = path.split(".")
+        for key in outer:
+            if not isinstance(node.get(key), dict):
+                node[key] = {}
+            node = node[key]
+        node[last] = value
+    return config_dict
+
+
+def choose_max_in_cpu(config: Config, rank_memory: int | None) -> dict[str, Any]:
+    """The changes that keep paged parameters in memory where a rank has ``rank_memory`` bytes: none where the config
+    says how many, or has no tier that asks."""
+    section = config.zero_optimization.offload_param
+    if section.device != "nvme" or section.max_in_cpu is not None or rank_memory is None:
+        return {}
+    return {MAX_IN_CPU_KEY: min(MOST_IN_MEMORY, int(rank_memory * _RESIDENT_SHARE) // _RESIDENT_BYTES)}

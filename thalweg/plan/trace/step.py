@@ -28,7 +28,7 @@ from thalweg.activation_checkpointing import apply_activation_checkpointing
 from thalweg.comm import CommsLog
 from thalweg.nn.losses.lazy_logits import LossTiling
 from thalweg.nn.losses.tiled_cross_entropy import tile_rows
-from thalweg.nn.tiling import apply_tiling
+from thalweg.nn.tiled_mlp import apply_tiling
 from thalweg.optim.build import build_optimizer
 from thalweg.plan.inputs.input_spec import InputSpec, TensorSpec
 from thalweg.plan.spec.run_spec import RunSpec

@@ -189,10 +189,9 @@ class _OpenAIAnswer(Answer):
         return {**self._common_fields, "object": object_name, "choices": choices, "usage": self.usage.to_dict()}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        chunk = {**self._common_fields, "object": self.chunk_object, "choices": [choice]}
-        if self._stream_options.include_usage:
-            chunk["usage"] = self.usage.to_dict() if self._stream_options.continuous_usage_stats else None
-        return chunk
+        so_far = self.usage.to_dict() if self._stream_options.continuous_usage_stats else None
+        usage = {"usage": so_far} if self._stream_options.include_usage else {}
+        return {**self._common_fields, "object": self.chunk_object, "choices": [choice], **usage}
 
 
 class ChatCompletion(_OpenAIAnswer):
