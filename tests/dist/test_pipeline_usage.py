@@ -56,6 +56,36 @@ def _habits(rank: int, world: int, folder: str) -> dict[str, Any]:
     return found
 
 
+def _tied_on_device(rank: int, world: int) -> tuple[list[str], bool]:
+    """Where copies of a tied weight meet, before training and in it; whether they are one afterwards."""
+    from thalweg.parallel.pipeline.tied_weights import TiedWeights
+
+    where: list[str] = []
+    exchange = TiedWeights._exchange_copies
+
+    def noted(self: Any, value: torch.Tensor, tie: Any) -> list[torch.Tensor]:
+        where.append(value.device.type)
+        return exchange(self, value, tie)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TiedWeights, "_exchange_copies", noted)
+        model = tiny_gpt().to("sim")
+        model.head.weight = model.wte.weight  # which moving takes apart on devices of other kinds than CUDA
+        config = _config(gradient_accumulation_steps=3, pipeline={"stages": 3})
+        engine, *_ = thalweg.initialize(model=model, config=config)
+        engine.train_batch(iter([make_batch(step, 4) for step in range(3)]))
+        state = engine.state_dict()
+        engine.close()
+    return where, torch.equal(state["wte.weight"], state["head.weight"])
+
+
+def test_tied_weights_of_a_model_on_a_device_meet_on_the_host_before_training():
+    """NCCL's first messages in a group want all its ranks, and those between two stages of three would wait for ever;
+    in training the loss has gone over the group before."""
+    first, middle, last = run_ranks(_tied_on_device, 3, device="simulated")
+    assert first == last == (["cpu", "sim"], True) and middle == ([], True)
+
+
 def test_habits_of_deepspeeds_users(tmp_path):
     results = run_ranks(_habits, 2, str(tmp_path))
     plain = merge_stages(tied_layers())
