@@ -172,8 +172,9 @@ def _find_fault(base: Path, step: int, expected: dict[int, list[str]]) -> str:
     if fork_pair(base.with_suffix(".after.store"), lambda r: _resume_and_commit(r, base)) != [0, 0]:
         return "the run does not go on"
     left = {name: sorted(list_names(base / name)) for name in STAGES}
-    if any(names != [f"step{step + 1}"] for names in left.values()) or (base / ".manifest.json").exists():
-        return f"left over: {left}"
+    hidden = [path.name for path in base.iterdir() if path.name.startswith(".")]
+    if hidden or any(names != [f"step{step + 1}"] for names in left.values()):
+        return f"left over: {left}, {hidden}"
     return "" if _digests(base, step + 1) == expected[step + 1] else "the run that went on is another"
 
 

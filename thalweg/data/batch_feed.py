@@ -17,8 +17,8 @@ class BatchFeed:
     def __init__(self, loader: Any, device: torch.device) -> None:
         self._loader, self._device = loader, device
         self._batches: Iterator[Any] | None = None
-        self._num_seen = self._count_handed_over()
-        self.ends_windows = True  # whether an epoch's end ends a window
+        # ``ends_windows``: whether an epoch's end ends a window.
+        self._num_seen, self.ends_windows = self._count_handed_over(), True
 
     def is_epoch_end(self) -> bool:
         """Whether the micro-batch just trained on was the last of the loader's epoch, and of its window.

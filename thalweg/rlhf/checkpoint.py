@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from thalweg.checkpoint.directory import remove_stale
 from thalweg.checkpoint.filesystem import FileSystem, list_if_there, remove_tree, replace_file
 from thalweg.checkpoint.job_starts import STARTS
 from thalweg.engine import Engine
@@ -39,6 +40,7 @@ def commit(directory: str | Path, step: int, engines: Mapping[str, Engine], stat
         io = FileSystem()
         manifest = {"step": step, "engines": dict.fromkeys(engines, tag), "state": dict(state)}
         replace_file(io, directory / _MANIFEST, json.dumps(manifest, indent=1).encode())
+        remove_stale(io, directory)  # of a run that died in the line above
         for name in engines:
             for other in set(list_if_there(io, directory / name)) - {tag, STARTS}:
                 remove_tree(io, directory / name / other)

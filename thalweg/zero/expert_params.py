@@ -143,10 +143,10 @@ class ScalarParams:
     """0-dim parameters, whole on every rank."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        self._parameters, self._group = parameters, group
+        # ``_touched``: those to which a backward pass has added since the last reduction; others are the program's.
+        self._parameters, self._group, self._touched = parameters, group, set[nn.Parameter]()
         # Of each parameter: the gradient that was reduced last, and what it was then.
         self._reduced: dict[nn.Parameter, tuple[Tensor | None, Tensor]] = {}
-        self._touched: set[nn.Parameter] = set()  # to which a backward pass has added since: others are the program's
 
     def __bool__(self) -> bool:
         return len(self._parameters) > 0
