@@ -143,6 +143,15 @@ def test_an_update_is_a_window_of_the_engine_s_also_at_an_epoch_s_end(
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
+def test_steps_that_are_asked_for_take_few_examples_again_and_again(base: dict[str, Any], tmp_path: Path) -> None:
+    options = base | {
+        "data_path": str(make_data(tmp_path / "data.jsonl", 4)), "data_split": "1,0,0",
+        "sft": {"zero_stage": 2, "gradient_accumulation_steps": 4},
+    }  # fmt: skip
+    run_ranks(_windows, 1, options, str(tmp_path / "out"), [])
+    assert [row["step"] for row in _rows(tmp_path / "out" / "sft")] == [1, 2, 3]
+
+
 def _step(rank: int, world: int, step: Any, options: dict[str, Any], out: str) -> None:
     run_step(step, load_rlhf_config(options, step, output_dir=out))
 

@@ -80,7 +80,7 @@ def _reference(case: str, ranks: int, clip: float = 0.25) -> list[float]:
         first, second = _rows(rank)
         loss = model(first, 0 if (case, rank) == ("unused", 1) else 2)
         more = {"saved": 0.5, "twice": 1.0}.get(case, 0.0)
-        total = total + (loss * (more or 1.0) + model(second) * more if more else loss)
+        total = total + (more * (loss + model(second)) if more else loss)
     (total / ranks).backward()
     factor = LR * clip if case == "clipped" else LR
     return [float(scale) - factor * float(scale.grad) for scale in model.scales if scale.grad is not None]

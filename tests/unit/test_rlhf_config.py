@@ -309,6 +309,7 @@ def test_a_deepspeed_config_is_over_the_options_block_by_block(monkeypatch: pyte
     assert {key: got[key] for key in unchanged} == {key: plain[key] for key in unchanged}
     assert got.keys() == plain.keys()
     assert build({"gradient_accumulation_steps": 4, "checkpoint": {"keep": 1}})["checkpoint"] == {"keep": "all"}
+    assert build({"optimizer": {"type": "adamw"}})["optimizer"]["params"] == plain["optimizer"]["params"]
     sgd = build({"optimizer": {"type": "SGD", "params": {"momentum": 0.5}}})["optimizer"]
     assert sgd == {"type": "SGD", "params": {"lr": 1e-5, "weight_decay": 0.0, "momentum": 0.5}}
     for key, value in (

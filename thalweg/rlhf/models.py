@@ -193,9 +193,9 @@ def build_engine(
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "scheduler"):
         if given.get(key, "auto") not in ("auto", settings.get(key)):
             raise ValueError(f"deepspeed_config: {key} is counted by the options of the step: give it there alone")
-    if given.get("optimizer", {}).get("type", "AdamW") not in ("Adam", "AdamW"):
+    if given.get("optimizer", {}).get("type", "auto").lower() not in ("auto", "adam", "adamw"):
         del settings["optimizer"]["params"]["betas"]  # which others may not have
-    settings = _merge(settings, given)
+    _merge(settings, given)
     # A commit of all engines removes what the one before it named, and nothing else may.
     settings["checkpoint"] = {**settings.get("checkpoint", {}), "keep": "all"}
     return initialize(

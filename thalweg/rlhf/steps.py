@@ -116,7 +116,7 @@ def _train_supervised(
     num_batches = len(data) // (config.per_device_train_batch_size * num_ranks)  # of an epoch
     updates_per_epoch = -(-num_batches // config.gradient_accumulation_steps)  # the last of fewer batches, perhaps
     num_updates = config.num_train_steps or config.num_train_epochs * updates_per_epoch
-    if len(data) < size:
+    if len(data) < size and not config.num_train_steps:
         raise ValueError(
             f"{step}: {len(data)} examples do not fill one update of {size}: give more, or smaller batches"
         )
