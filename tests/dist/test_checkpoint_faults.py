@@ -220,6 +220,9 @@ def fork_pair(store: Path, action: Callable[[int], None]) -> list[int]:
         if pid == 0:
             code = 1
             try:
+                # A fork's pool of threads is made anew by whoever asks first, which two threads must not do at once:
+                # with torch 2.11 autograd's own ended the process now and then ("Invalid thread pool!").
+                torch.set_num_threads(1)
                 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
                 action(rank)
                 code = 0
