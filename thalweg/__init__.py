@@ -6,9 +6,10 @@ prints nothing and creates no device context.
 
 from __future__ import annotations
 
-import gc
 import importlib
 from typing import Any
+
+from thalweg.utils.timing import PausedCollector
 
 __version__ = "0.1.0.dev0"
 
@@ -47,13 +48,8 @@ __all__ = ["__version__", *_PUBLIC]
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'thalweg' has no attribute {name!r}")
-    collects = gc.isenabled()
-    gc.disable()  # collections would look at all that torch has made, again and again: a fifth of this import
-    try:
+    with PausedCollector():  # collections would be a fifth of this import
         module = importlib.import_module(_PUBLIC[name])
-    finally:
-        if collects:
-            gc.enable()
     is_public_itself = module.__name__ == f"thalweg.{name}" or name == "checkpointing"
     return module if is_public_itself else getattr(module, name)
 

@@ -128,3 +128,62 @@ def test_precision_and_what_is_refused(tmp_path: Path) -> None:
         assert TOLERANCE < apart < 0.05
     with pytest.raises(AssertionError, match="the engine clips the norm"):
         run_ranks(_fit, 2, str(tmp_path / "value"), 2, {"gradient_clip_algorithm": "value"})
+
+
+class _Killed(Exception):
+    pass
+
+
+def _saved_twice(rank: int, world: int, folder: str, dies: str) -> list[tuple[list[float], int]]:
+    """(weights, what the loops' file says) of one name that is saved again, and again by who dies at one place."""
+    import torch
+
+    from thalweg.compat.lightning import ThalwegStrategy
+
+    pl: Any = import_module("lightning.pytorch")
+    environment = import_module("lightning.pytorch.plugins.environments").TorchElasticEnvironment()
+    strategy = ThalwegStrategy(stage=3, cluster_environment=environment)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=world, strategy=strategy, max_epochs=1, use_distributed_sampler=False,
+        default_root_dir=folder, enable_checkpointing=False, enable_progress_bar=False, logger=False,
+    )  # fmt: skip
+    module = _make_module()
+    trainer.fit(module, _loader(rank, world))
+    assert strategy.engine is not None
+    weights: Any = strategy.engine.module.get_parameter("net.0.weight")
+
+    def fill(value: float) -> None:
+        with torch.no_grad():
+            weights.fill_(value)
+
+    def look() -> tuple[list[float], int]:
+        loaded = strategy.load_checkpoint(path, weights_only=False)
+        return weights.full_tensor().flatten()[:2].tolist(), loaded["says"]
+
+    path, found = Path(folder, "last.ckpt"), []
+    for value in (1, 2):
+        fill(value)
+        strategy.save_checkpoint({"says": value}, path)
+        found.append(look())
+    assert len(list(path.glob("lightning*.ckpt"))) == 1
+
+    def die(*_: Any, **__: Any) -> None:
+        raise _Killed
+
+    fill(3)
+    owner: Any = strategy.checkpoint_io if dies == "loops" and rank == 0 else strategy.engine
+    name = "wait_for_checkpoint" if dies == "after" else "save_checkpoint"
+    whole = getattr(owner, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, lambda *args, **options: (whole(*args, **options) if dies == "after" else 0, die()))
+        with pytest.raises(_Killed):
+            strategy.save_checkpoint({"says": 3}, path)
+    found.append(look())
+    return found
+
+
+@pytest.mark.parametrize("dies", ["loops", nightly("weights"), "after"])
+def test_a_name_that_is_saved_again_has_weights_and_loops_of_one_save_whoever_dies(tmp_path: Path, dies: str) -> None:
+    for found in run_ranks(_saved_twice, 2, str(tmp_path), dies):
+        last = 3 if dies == "after" else 2
+        assert found == [([1, 1], 1), ([2, 2], 2), ([last, last], last)]

@@ -273,7 +273,7 @@ class _LiveMemory(TorchDispatchMode):
 
 @mock.patch("mmap.mmap", _Mapping)
 def _offloaded(rank, world_size, zero):
-    """(peak, planned peak, most that was alive in a later step) in MiB of one job."""
+    """(peak, planned peak, most that was alive in a later step, what the process had before) in MiB of one job."""
     import thalweg
     from thalweg.observe.flops import resident_mib
     from thalweg.plan.spec.cluster import Cluster
@@ -294,7 +294,7 @@ def _offloaded(rank, world_size, zero):
     with _LiveMemory() as live:
         train(engine, 1, 1, rank)
     engine.close()
-    return peak, planned.per_rank.total / 2**20, live.peak
+    return peak, planned.per_rank.total / 2**20, live.peak, base / 2**20
 
 
 def _many_tokens(rank, world_size, policy):
@@ -358,23 +358,23 @@ def test_row22_the_activations_of_many_tokens_are_in_the_plan(policies, tmp_path
 
 def test_row21_offload_stays_within_the_plan_and_saves_what_it_says(tmp_path):
     found = {name: run_ranks(_offloaded, 1, zero)[0] for name, zero in tiers_of(str(tmp_path)).items()}
-    for name, (peak, planned, _) in found.items():
-        assert peak <= 1.05 * planned, name
-        assert peak >= 0.85 * planned, name  # a bound that is never reached would say nothing
+    for name, (peak, planned, _, _) in found.items():
+        assert peak <= 1.05 * planned, (name, found)
+        assert peak >= 0.85 * planned, (name, found)  # a bound that is never reached would say nothing
     # On the host nothing but gradients that leave early is saved.  Peaks say that roughly, as a heap in which
     # gradients stay has 37 to 66 MiB of holes in equal runs; what is alive says it in each run alike: 35.4 MiB where
     # the plan says 34.7 (docs/decisions/2026-11-24-what-bf16-rounds.md).
     saved, said, alive = (found["none"][i] - found["early"][i] for i in range(3))
     if torch.version.cuda is None:  # a build with CUDA leaves more holes: 5 to 15 MiB are saved there
-        assert saved >= 0.65 * said
+        assert saved >= 0.65 * said, found
     assert 0.9 * said <= alive <= 1.1 * said
     for name in ("states", "all"):
         saved, said = (found["none"][i] - found[name][i] for i in (0, 1))
         # As near as two peaks can say that are each within 5%; what saved nothing would be further off.
         slack = 0.05 * (found["none"][1] + found[name][1])
         assert said > slack, name  # so that a run that saved nothing would fail
-        assert saved > 20
-        assert abs(saved - said) <= slack, name
+        assert saved > 20, (name, found)
+        assert abs(saved - said) <= slack, (name, found)
 
 
 class Odd(torch.nn.Module):

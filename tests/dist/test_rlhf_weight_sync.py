@@ -25,7 +25,7 @@ from thalweg.infer.parallel import executor
 from thalweg.infer.parallel.process_group import WorkerDiedError
 from thalweg.infer.parallel.shard import shard_for_rank
 from thalweg.infer.runners.cpu_runner import CpuRunner
-from thalweg.rlhf import weight_sync
+from thalweg.rlhf import models, weight_sync
 from thalweg.rlhf.config import RLHFConfig
 from thalweg.rlhf.losses import token_logprobs
 from thalweg.rlhf.policy import GRPOTrainer
@@ -526,6 +526,9 @@ def _refused(rank: int, world: int) -> None:
     )[0]
     with pytest.raises(ValueError, match="responses are not divided over others; leave sequence_parallel_size"):
         GRPOTrainer(RLHFConfig(), engine, None, None, None, None)  # type: ignore[arg-type]
+    divided = RLHFConfig(deepspeed_config={"sequence_parallel_size": 2})
+    with pytest.raises(ValueError, match="examples and responses are not divided over others; leave sequence_parallel"):
+        models.build_engine(tiny_decoder("llama"), divided, num_updates=1)
     with pytest.raises(ValueError, match="must divide the number of ranks, 2"):
         HybridEngine(engine, EngineConfig(tensor_parallel_size=2), runner="transformers")
     engine.close()

@@ -286,7 +286,8 @@ def test_a_reward_that_is_no_number_is_an_error(bad: Any) -> None:
 def test_a_deepspeed_config_is_over_the_options_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its "auto" is what the options say, as a Hugging Face program's; what the loop counts by is said once."""
     found: list[dict[str, Any]] = []
-    monkeypatch.setattr(models, "initialize", lambda **given: (found.append(given["config"]), None)[1:])
+    engine = SimpleNamespace(meshes=SimpleNamespace(sequence=None))
+    monkeypatch.setattr(models, "initialize", lambda **given: (found.append(given["config"]), engine)[1:])
 
     def build(given: dict[str, Any]) -> dict[str, Any]:
         config = replace(
@@ -322,7 +323,7 @@ def test_a_deepspeed_config_is_over_the_options_block_by_block(monkeypatch: pyte
 
 def test_options_reach_the_engine_and_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[dict[str, Any]] = []
-    engine = SimpleNamespace(eval=lambda: None)
+    engine = SimpleNamespace(eval=lambda: None, meshes=SimpleNamespace(sequence=None))
     monkeypatch.setattr(models, "initialize", lambda **given: (found.append(given), engine)[1:])
     line = (
         "--learning_rate 1e-3 --critic_learning_rate 2e-3 --critic_weight_decay 0.2 --actor_zero_stage 3 --offload "

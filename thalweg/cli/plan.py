@@ -17,13 +17,13 @@ import argparse
 import atexit
 import gc
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from thalweg.cli.arguments import int_at_least
 from thalweg.cli.plan_pipeline import add_pipeline_options, show_pipeline
+from thalweg.utils.timing import PausedCollector
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,13 +66,15 @@ def run(args: argparse.Namespace) -> int:
     check_parent_folder("--html", args.html)
     atexit.register(gc.freeze)  # or the interpreter's end looks for garbage in all that torch has made, for a second
     is_like_rank = args.device_memory is None and args.device in (None, "cpu")
-    with nullcontext() if is_like_rank else _without_collector():
+    with nullcontext() if is_like_rank else PausedCollector():
         if is_like_rank:
             import thalweg.engine  # noqa: F401  (a rank on this processor imports it: its pages count)
         from thalweg.plan.api import plan
         from thalweg.plan.inputs.model_loader import load_meta_model
 
         model = load_meta_model(args.model)
+        if not is_like_rank:
+            gc.freeze()  # some 10 MiB of garbage stay
     result = plan(model, read_config(args), **cluster_options(args))
     if args.html:
         from thalweg.plan.html import plan_to_html
@@ -80,18 +82,6 @@ def run(args: argparse.Namespace) -> int:
         Path(args.html).write_text(plan_to_html(result))
     print(json.dumps(result.to_dict(), indent=2) if args.json else result)
     return 0
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Import without the garbage collector, which would walk what libraries make, and keep, again and again; some 10
-    MiB of garbage stay."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def read_config(args: argparse.Namespace) -> Any:

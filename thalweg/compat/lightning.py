@@ -1,8 +1,8 @@
 """Lightning's Trainer on a Thalweg engine: ``Trainer(strategy=ThalwegStrategy(stage=3))``, on GPUs and on processors.
 
 Lightning keeps its loop, its hooks, its schedulers and its loggers; the engine has the model, the optimizer, the
-clipping of gradients and the precision.  A checkpoint is a folder: the engine's, and ``lightning.ckpt`` with what
-Lightning says of its loops and callbacks.
+clipping of gradients and the precision.  A checkpoint is a folder: the engine's, and a file with what Lightning says
+of its loops and callbacks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from torch import Tensor
 
@@ -24,7 +25,7 @@ _has_lightning = find_spec("lightning") is not None
 _Strategy: Any = import_module("lightning.pytorch.strategies").DDPStrategy if _has_lightning else object
 _Precision: Any = import_module("lightning.pytorch.plugins.precision").Precision if _has_lightning else object
 
-_LOOPS_FILE = "lightning.ckpt"
+_LOOPS_KEY = "lightning"  # in the client state: the name of the file with the loops
 _SECTION_BY_PRECISION = {"bf16": "bf16", "16": "fp16"}
 
 
@@ -149,18 +150,23 @@ class ThalwegStrategy(_Strategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """A folder at ``filepath``; collective."""
         folder = Path(self.broadcast(str(filepath)))
-        self._require_engine().save_checkpoint(folder, tag=self.strategy_name)
-        self._require_engine().wait_for_checkpoint()  # Lightning removes an older folder as soon as this returns
+        name = self.broadcast(f"lightning-{uuid4().hex}.ckpt")
+        # Under a name of their own, and first: whoever is killed midway leaves the older weights with the older loops.
         if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, folder / _LOOPS_FILE, storage_options)
+            self.checkpoint_io.save_checkpoint(checkpoint, folder / name, storage_options)
+        self._require_engine().save_checkpoint(folder, tag=self.strategy_name, client_state={_LOOPS_KEY: name})
+        self._require_engine().wait_for_checkpoint()  # Lightning removes an older folder as soon as this returns
+        for path in set(folder.glob("lightning*.ckpt")) - {folder / name} if self.is_global_zero else ():
+            self.checkpoint_io.remove_checkpoint(path)
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """What :meth:`save_checkpoint` wrote, at any stage and number of ranks; collective."""
         folder = Path(self.broadcast(str(checkpoint_path)))
         engine = self._require_engine()
-        engine.load_checkpoint(folder, tag=self.strategy_name, load_module_only=engine.optimizer is None)
-        return self.checkpoint_io.load_checkpoint(folder / _LOOPS_FILE, weights_only=weights_only)
+        _, state = engine.load_checkpoint(folder, tag=self.strategy_name, load_module_only=engine.optimizer is None)
+        loops = folder / (state or {}).get(_LOOPS_KEY, "lightning.ckpt")  # what older saves call it
+        return self.checkpoint_io.load_checkpoint(loops, weights_only=weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing is left to load."""

@@ -198,10 +198,19 @@ def build_engine(
     _merge(settings, given)
     # A commit of all engines removes what the one before it named, and nothing else may.
     settings["checkpoint"] = {**settings.get("checkpoint", {}), "keep": "all"}
-    return initialize(
+    engine = initialize(
         model=model, config=settings, training_data=training_data,
         collate_fn=collate_fn, lr_scheduler=make_schedule, mesh=mesh, model_parameters=groups,
     )[0]  # fmt: skip
+    refuse_divided_sequences(engine)
+    return engine
+
+
+def refuse_divided_sequences(engine: Engine) -> None:
+    """No step cuts its sequences: each rank has examples, or responses, of its own."""
+    if engine.meshes.sequence is not None:
+        out = "leave sequence_parallel_size and context_parallel_size out"
+        raise ValueError(f"a rank's examples and responses are not divided over others; {out}")
 
 
 def build_frozen_engine(

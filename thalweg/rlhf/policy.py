@@ -133,11 +133,7 @@ class GRPOTrainer:
         self.config, self.actor, self.reference, self.tokenizer = config, actor, reference, tokenizer
         self.prompts, self.reward, self.iteration = prompts, reward, 0
         self.ema, self.pretraining, self._num_micro_batches = ema, pretraining, 0
-        if actor.meshes.sequence is not None:
-            raise ValueError(
-                "PPO and GRPO: a rank's responses are not divided over others; leave sequence_parallel_size and "
-                "context_parallel_size out"
-            )
+        models.refuse_divided_sequences(actor)
         shares_device = actor.device.type != "cpu" and rollout_ranks is None
         if config.rollout_ahead and config.inference_tp_size > 1 and shares_device:
             raise ValueError(

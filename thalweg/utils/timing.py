@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,18 @@ def wait_until(condition: Callable[[], object], seconds: float, interval: float 
     while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(interval)
     return bool(holds)
+
+
+class PausedCollector:
+    """Around imports: the garbage collector would walk what libraries make, and keep, again and again."""
+
+    def __enter__(self) -> None:
+        self._collects = gc.isenabled()
+        gc.disable()
+
+    def __exit__(self, *_: object) -> None:
+        if self._collects:
+            gc.enable()
 
 
 class PhaseTimer:

@@ -101,12 +101,8 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 def _prime_factors(number: int) -> list[int]:  # what imports DeepSpeed's module of this name imports it along
+    from sympy import factorint
+
     if number <= 0:
         raise ValueError(f"a positive number has prime factors, not {number}")
-    factors, divisor = [], 2
-    while number > 1:
-        while number % divisor == 0:
-            factors.append(divisor)
-            number //= divisor
-        divisor += 1
-    return factors
+    return factorint(number, multiple=True)
