@@ -355,7 +355,7 @@ class Engine(nn.Module):
     def _train_window(self, runner: PipelineRunner, data_iter: Iterator[Any] | None) -> Tensor:
         """One window at once; its mean loss over this rank's data."""
         self._require_optimizer()
-        batches = self._next_window(runner, data_iter)
+        batches = self._next_window(runner, data_iter, self._window.num_micro_batches)
         with (
             self._span("forward and backward"),
             self._reset_on_error(backward=True),
@@ -367,26 +367,28 @@ class Engine(nn.Module):
         self._update_parameters()
         return loss
 
-    def eval_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Mean loss over all ranks of one window of micro-batches, without gradients."""
-        was_training = self.training
+    def eval_batch(self, data_iter: Iterator[Any] | None = None, num_micro_batches: int | None = None) -> Tensor:
+        """Mean loss over all ranks of so many micro-batches (by default a window's), without gradients."""
+        was_training, count = self.training, num_micro_batches or self._window.num_micro_batches
         self.eval()
-        if (runner := self._components.runner) is not None:
-            loss = runner.evaluate(self._next_window(runner, data_iter))
-        else:
-            batches = self._batch_feed.next_batches(data_iter, self._window.num_micro_batches)
-            loss_and_weight = self._components.loss_normalizer.loss_and_weight
-            with torch.no_grad():
-                losses = [loss_and_weight(get_loss(call_model(self, batch))) for batch in batches]
-                loss = _mean_loss(self._components, losses)
-        self.train(was_training)
+        try:
+            if (runner := self._components.runner) is not None:
+                loss = runner.evaluate(self._next_window(runner, data_iter, count))
+            else:
+                loss_and_weight = self._components.loss_normalizer.loss_and_weight
+                with torch.no_grad():
+                    batches = self._batch_feed.next_batches(data_iter, count)
+                    losses = [loss_and_weight(get_loss(call_model(self, batch))) for batch in batches]
+                    loss = _mean_loss(self._components, losses)
+        finally:
+            self.train(was_training)
         return self._mean_over_ranks(loss)
 
-    def _next_window(self, runner: PipelineRunner, data_iter: Iterator[Any] | None) -> list[Any]:
+    def _next_window(self, runner: PipelineRunner, data_iter: Iterator[Any] | None, count: int) -> list[Any]:
         self.reload_states()  # a stage is called without the model
         batches = None
         if runner.needs_batch or data_iter is not None:
-            batches = self._batch_feed.next_window(data_iter, self._window.num_micro_batches)
+            batches = self._batch_feed.next_window(data_iter, count)
         return runner.agree_micro_batches(batches)
 
     def _mean_over_ranks(self, value: Tensor) -> Tensor:

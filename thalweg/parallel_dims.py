@@ -32,6 +32,7 @@ from thalweg.utils.rendezvous import rendezvous
 _log = get_logger(__name__)
 
 DATA_AXIS = "dp"
+_AXES = ("pp", DATA_AXIS, "cp", "sp", "tp")  # of ranks, in their order
 # Once torch knows a job's device it makes the groups of a program's own meshes by splitting, which fails for others.
 _SPLITTING_LIBRARIES = ("nccl", "xccl")
 
@@ -199,9 +200,8 @@ def build_meshes(
     if world_size % inner:
         text = " times ".join(f"{name} = {size}" for name, size in degree_by_key.items())
         raise ValueError(f"{world_size} ranks cannot be divided into groups of {inner}: {text}")
-    names = ("pp", DATA_AXIS, "cp", "sp", "tp")
     ranks = torch.arange(world_size).view(dims.pp, -1, dims.cp, dims.sp, dims.tp)
-    grid = new_submesh(ranks, names, device.type, dist.group.WORLD)
+    grid = new_submesh(ranks, _AXES, device.type, dist.group.WORLD)
     coords = grid.get_coordinate()
     assert coords is not None
     stage, tp_coord = ranks[coords[0]], coords[-1]
@@ -243,6 +243,9 @@ def _check_user_mesh(mesh: DeviceMesh, dims: ParallelDims) -> None:
             )
     if DATA_AXIS not in names:
         raise ValueError(f"the mesh has the axes {names}: one of them must be {DATA_AXIS!r}")
+    ordered = [name for name in _AXES if name in names]
+    if ordered != [name for name in names if name in _AXES] or mesh.mesh.flatten().tolist() != list(range(mesh.size())):
+        raise ValueError(f"the mesh has the axes {names}: give them in the order {ordered}, of ranks in their order")
 
 
 _control_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from thalweg import ops
 from thalweg.activation_checkpointing.apply import setup_activation_checkpointing
@@ -222,7 +223,10 @@ def parallelize(
     ep_size = config.expert_parallel.autoep_size
     if ep_size > 1:  # ours are spread over data ranks by their own ``ep_size``, all of them by the config's
         layers |= find_experts(model, config.expert_parallel)
-        if not layers:
+        num_layers = torch.tensor(len(layers))  # of all stages
+        if meshes.pp is not None:
+            dist.all_reduce(num_layers, group=control_group(meshes.pp.get_group()))
+        if not num_layers:
             raise ValueError(
                 f"expert_parallel.autoep_size is {ep_size}, but no experts were found in {type(model).__name__}: "
                 "neither stacks of them (parameters with a row for each) nor lists called 'experts'; set it to 1"
@@ -325,6 +329,9 @@ def parallelize(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses every product on CUDA
         torch.use_deterministic_algorithms(True)
     forward_context = _make_forward_context(model, config, device, loss_normalizer)
+    if tp_group is not None and tp_group.has_dropout:
+        # A recomputation that stops early may stop within split layers, and leave their random stream in use.
+        forward_context = partial(_nested, partial(set_checkpoint_early_stop, False), forward_context)
     runner = None
     if pipeline is not None:
         hooks = ForwardHooks(loss_normalizer, forward_context, read_loss_scale)
@@ -427,12 +434,13 @@ def _make_forward_context(
             return loss_normalizer.forward_context
         outer = partial(_blame_fp32_buffers, buffers, dtype_name(compute_dtype))
 
-    @contextmanager
-    def outer_and_count() -> Iterator[None]:
-        with outer(), loss_normalizer.forward_context():
-            yield
+    return partial(_nested, outer, loss_normalizer.forward_context)
 
-    return outer_and_count
+
+@contextmanager
+def _nested(outer: ForwardContext, inner: ForwardContext) -> Iterator[None]:
+    with outer(), inner():
+        yield
 
 
 @contextmanager

@@ -744,6 +744,24 @@ def test_the_flops_profiler_shows_one_pass_of_the_step_it_is_told(tmp_path, stag
     assert flops == 2 * 2 * 8 * 8 * 2 and [line.split()[0] for line in modules] == ["ShiftedLayers"]
 
 
+@pytest.mark.parametrize("file", ["", "new/profile.txt", "taken/profile.txt"])
+def test_a_profile_goes_to_the_screen_or_a_new_folder_and_stops_no_training(tmp_path, monkeypatch, capfd, file):
+    monkeypatch.chdir(tmp_path)
+    Path("taken").write_text("a file")
+    (text,) = run_ranks(_profiled_to, 1, file)
+    assert text == (file == "new/profile.txt")
+
+
+def _profiled_to(rank, world, file):
+    engine = start(ShiftedLayers(), 1, flops_profiler={"enabled": True, "profile_step": 1, "output_file": file})
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+    assert engine.global_steps == 3
+    engine.close()
+    return bool(file) and Path(file).is_file() and Path(file).read_text().startswith("profile of step 1")
+
+
 # Each kind of group: axes, parts of an axis, experts' groups, levels of hosts, those of a thread.
 GROUPS = {
     "tensor": {"tensor_parallel": {"autotp_size": 2}, "checkpoint": {"asynchronous": True}},

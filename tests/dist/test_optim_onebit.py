@@ -777,6 +777,24 @@ def test_what_had_no_gradient_before_the_freeze_does_not_run_away() -> None:
     assert 0.9 < some[3].item() < 1.0 and torch.equal(none, torch.ones(3))
 
 
+@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"])
+def test_a_group_that_joins_later_is_trained_or_refused(name: str) -> None:
+    first, late = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    optimizer = build_optimizer(name, [first], {"lr": 1e-2, **({} if name == "ZeroOneAdam" else {"freeze_step": 5})})
+    for step in range(8):
+        if step == 3:
+            optimizer.add_param_group({"params": [late]})
+        for param in (first, late):
+            param.grad = torch.full((4,), 0.5)
+        before = late.detach().clone()
+        optimizer.step()
+        if step > 3:
+            assert 0 < (before - late.detach()).abs().max() < 0.1, step
+    if name != "ZeroOneAdam":
+        with pytest.raises(ValueError, match="no parameters can join after freeze_step"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))]})
+
+
 # ---- when the variance is stable ----
 
 

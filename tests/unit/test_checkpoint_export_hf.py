@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,48 @@ def test_a_failing_disk_leaves_no_half_export(tmp_path):
             save_16bit(model, tmp_path / "hf", io=fail_at(k, errno.ENOSPC))
         assert list_names(tmp_path / "hf") <= {"model.safetensors"}
         assert (tmp_path / "hf" / "model.safetensors").read_bytes() == before
+
+
+def test_an_export_leaves_the_users_own_files_alone(tmp_path):
+    save_snapshot(tmp_path / "c", "t", build_snapshot(small_model()), step=0, io=NoFsyncFileSystem())
+    checkpoint, own = (
+        Checkpoint.open(tmp_path / "c"),
+        {"model_ema.safetensors", "model-best.safetensors", "modelB.safetensors"},
+    )
+    export_hf(checkpoint, tmp_path / "hf", max_shard_bytes=100.0, io=NoFsyncFileSystem())
+    for name in own:
+        (tmp_path / "hf" / name).write_bytes(b"mine")
+    export_hf(checkpoint, tmp_path / "hf", io=NoFsyncFileSystem())
+    assert list_names(tmp_path / "hf") == own | {"model.safetensors"}
+
+
+def test_a_reader_never_takes_shards_of_two_exports_for_one(tmp_path):
+    """Wherever the second of two sharded exports ends: all of one, or an error."""
+    for step in range(2):
+        model = build("gpt2", True, seed=step)
+        save_snapshot(tmp_path / "c", f"t{step}", build_snapshot(model), step=step, io=NoFsyncFileSystem())
+    old, new = (Checkpoint.open(tmp_path / "c", f"t{step}") for step in range(2))
+    config = build("gpt2", True).config.to_dict()
+    expected = [logits(build("gpt2", True, seed=step)) for step in range(2)]
+
+    def export(checkpoint, io) -> None:
+        export_hf(checkpoint, tmp_path / "hf", config=config, max_shard_bytes=3000.0, io=io)
+
+    export(old, NoFsyncFileSystem())
+    calls = record_operations(partial(export, old)).calls
+    first = [operation for operation, _ in calls].index("rename")
+    found = []
+    for k in range(first - 2, len(calls)):
+        export(old, NoFsyncFileSystem())
+        with pytest.raises(OSError, match="Input/output"):
+            export(new, fail_at(k, forever=True))
+        try:
+            read = logits(transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").eval())
+        except OSError:
+            found.append("refused")
+            continue
+        found.append(next((f"t{step}" for step in range(2) if torch.equal(read, expected[step])), "mixed"))
+    assert "mixed" not in found and {"t0", "refused", "t1"} == set(found), found
 
 
 def test_damage_is_not_exported(tmp_path):

@@ -78,6 +78,11 @@ def test_a_key_of_another_section_is_named() -> None:
         ({"train_batch_size": "32"}, "train_batch_size", "whole number"),
         ({"train_batch_size": 2.5}, "train_batch_size", "whole number"),
         ({"train_batch_size": 0}, "train_batch_size", "at least 1"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}},
+            "scheduler.params.warmup_num_steps",
+            "at least 1",
+        ),
         ({"train_batch_size": True}, "train_batch_size", "whole number"),
         ({"train_batch_size": 10**30}, "train_batch_size", "whole number"),
         ({"gradient_clipping": -0.5}, "gradient_clipping", "at least 0"),

@@ -77,6 +77,13 @@ def test_the_index_is_the_samples_by_value_and_counts_are_added_up(whole: Path) 
     assert np.array_equal(found["words_metric_value.npy"], np.bincount(words, minlength=5))
 
 
+def test_another_analysis_in_the_folder_is_by_its_own_function(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"metric_names": ["seqlen"], "metric_types": [], "metric_dtypes": []}
+    for factor in (1, 2):
+        _analyzer(tmp_path, metric_functions=[lambda batch, f=factor: f * batch["length"]], **options).run_map_reduce()
+        assert open_sample_metric(tmp_path, "seqlen")[0] == factor
+
+
 def test_an_index_is_opened_by_the_names_of_deepspeed(whole: Path) -> None:
     base = f"{whole}/seqlen/seqlen_index_to"
     index = DifficultyIndex.open(f"{base}_sample", f"{base}_metric.npy")

@@ -129,3 +129,15 @@ def test_variants():
     assert MoE(8, _expert(), num_experts=4)(x, left_out)[0][1].abs().max() == 0
     with pytest.raises(ValueError, match="multiple of ep_size"):
         MoE(8, _expert(), num_experts=4, ep_size=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gate_computes_in_fp32(dtype: torch.dtype):
+    torch.manual_seed(0)
+    layer = MoE(64, _expert(64), num_experts=32, k=1, drop_tokens=False).to(dtype)
+    x = torch.randn(8192, 64).to(dtype)
+    _, _, counts = layer(x)
+    chosen = (x.float() @ layer.gate.weight.float().T).argmax(-1)
+    rounded = (x @ layer.gate.weight.T).argmax(-1)
+    assert torch.equal(counts.long(), chosen.bincount(minlength=32))
+    assert not torch.equal(chosen, rounded)  # so that a gate in 16 bits would be noticed

@@ -142,6 +142,35 @@ def test_muon_counts_kernels_as_matrices_and_skips_missing_gradients() -> None:
     assert (b == 1).all() and (a != 1).any() and b not in optimizer.state
 
 
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+def test_muon_steps_each_matrix_of_a_stack_as_if_it_were_alone(adjust: str) -> None:
+    """Experts in one parameter, as Hugging Face has them."""
+    start, grads = torch.randn(3, 6, 4), gradients((3, 6, 4))
+    together = trained("Muon", start, grads, {"lr": 0.1, "adjust_lr_fn": adjust})
+    alone = [trained("Muon", start[i], [g[i] for g in grads], {"lr": 0.1, "adjust_lr_fn": adjust}) for i in range(3)]
+    assert torch.allclose(together, torch.stack(alone), atol=1e-6)
+
+
+def test_muon_groups_tell_kernels_from_stacks_and_leave_stacked_biases_out() -> None:
+    model = nn.ModuleDict({"conv": nn.Conv1d(4, 6, 3), "linear": nn.Linear(4, 4)})
+    model["experts"] = experts = nn.Module()
+    experts.up = nn.Parameter(torch.randn(3, 6, 4))
+    experts.up_bias = nn.Parameter(torch.randn(3, 6))
+    groups = muon_groups(model, [{"params": list(model.parameters())}])
+    by_kind = {(g["use_muon"], g.get("is_convolution", False)): {tuple(p.shape) for p in g["params"]} for g in groups}
+    assert by_kind == {
+        (True, False): {(4, 4), (3, 6, 4)},
+        (True, True): {(6, 4, 3)},
+        (False, False): {(6,), (4,), (3, 6)},
+    }
+    optimizer = build_optimizer("Muon", groups, {"lr": 0.1})
+    kernel, start = model["conv"].weight, model["conv"].weight.detach().clone()
+    kernel.grad = gradients((6, 4, 3), 1)[0]
+    optimizer.step()
+    flat = trained("Muon", start.view(6, 12), [kernel.grad.view(6, 12)], {"lr": 0.1})
+    assert torch.allclose(kernel.detach(), flat.view(6, 4, 3), atol=1e-6)
+
+
 def test_muon_rates_and_the_other_half() -> None:
     matrix, bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
     twin = nn.Parameter(bias.detach().clone())

@@ -14,8 +14,12 @@ import transformers
 import thalweg
 from thalweg.config import load, resolve
 from thalweg.config.schema.training import Tiling
+from thalweg.nn.sparse_attention import FixedSparsityConfig, SparseSelfAttention
+from thalweg.nn.sparse_attention.sparse_self_attention import get_attention
 from thalweg.nn.tiled_mlp import apply_tiling
 from thalweg.nn.transformer import GPT, GPTConfig
+from thalweg.optim.algorithms import moment_codec
+from thalweg.optim.build import build_optimizer
 from thalweg.plan.estimates import transformer_activation_bytes, zero_state_bytes
 from thalweg.plan.extrapolate import measure_extrapolated
 from thalweg.plan.inputs.input_spec import infer_input_spec, input_spec_from_call
@@ -489,3 +493,33 @@ def test_a_big_llama_on_1024_gpus_in_seconds():
     assert found.num_parameters == 70_553_706_496
     assert found.per_rank.optimizer == pytest.approx(8 * 70.55e9 / 1024, rel=0.01)
     assert found.fits is True
+
+
+class _Sparse(torch.nn.Module):
+    """As programs of DeepSpeed's build it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.attention = torch.nn.Linear(64, 192), SparseSelfAttention(FixedSparsityConfig(num_heads=4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.attention(q, k, v).square().mean()
+
+
+def test_a_plan_leaves_nothing_behind_that_a_run_would_meet() -> None:
+    """What is made once and kept must not be a plan's fake tensors."""
+    moment_codec._codebook.cache_clear()
+    moment_codec._dynamic_tree_codes.cache_clear()
+    get_attention.cache_clear()
+    config = CONFIG | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "state_dtype": "int8"}}}
+    planned = thalweg.plan(on_meta(), config, cluster=Cluster(devices_per_node=1, device="cpu"))
+    assert planned.per_rank.total > 0
+    param = torch.nn.Parameter(torch.ones(64, 256))
+    optimizer = build_optimizer("AdamW", [param], {"lr": 1e-2, "state_dtype": "int8"})
+    param.grad = torch.ones(64, 256)
+    optimizer.step()
+    assert torch.allclose(param, torch.full((64, 256), 0.99), atol=1e-3)
+    model, x = _Sparse(), torch.randn(2, 256, 64)
+    thalweg.plan(model, CONFIG, cluster=Cluster(devices_per_node=1, device="cpu"), batch=[x], suggest=False)
+    assert model(x).isfinite()

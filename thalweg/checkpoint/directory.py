@@ -278,7 +278,8 @@ def finalize_tag(io: FileSystem, directory: Path, tag: str) -> Path:
 def remove_old_checkpoints(io: FileSystem, directory: Path, keep_latest_k: int, newest: Path) -> None:
     """Discard all but ``newest`` and the ``keep_latest_k - 1`` before it; what is damaged is left alone."""
     with io.lock(directory):
-        older = [f for f in list_checkpoints(io, directory) if f.head and f.path != newest]
+        kept = {newest.name, read_latest(io, directory)}
+        older = [f for f in list_checkpoints(io, directory) if f.head and not kept & {f.path.name, f.head.tag}]
         trashed = [_move_to_trash(io, directory, old.path) for old in older[keep_latest_k - 1 :]]
     for path in trashed:
         remove_tree(io, path)

@@ -215,10 +215,13 @@ class _HfExport:
             extra["config.json"] = _to_json_bytes(config)
         for name, data in extra.items():
             write_file(self.io, self._temp_path(name), data)
+        if len(self.files) > 1 and self.io.exists(self.directory / _INDEX_FILE_NAME):
+            self.io.remove(self.directory / _INDEX_FILE_NAME)  # or whoever reads now may find shards of both exports
+            self.io.fsync_dir(self.directory)
         for name in self.files:
             self.io.rename(self._temp_path(name), self.directory / name)
         for name in self.io.listdir(self.directory):
-            stale = name.startswith("model") and name.endswith(".safetensors") and name not in self.files
+            stale = re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", name) and name not in self.files
             if stale or (name == _INDEX_FILE_NAME and name not in extra):
                 self.io.remove(self.directory / name)
         for name in extra:

@@ -54,6 +54,8 @@ def open_verified(
                 names = [os.path.relpath(foreign, checkpoint_dir)]
             elif has_tag:
                 names = [directory.resolve_tag(io, checkpoint_dir, str(tag)).path.name]
+            elif io.exists(checkpoint_dir / directory.MANIFEST):
+                names = ["."]  # the folder of one checkpoint, as a save returns it
             else:
                 found = directory.list_load_candidates(io, checkpoint_dir)
                 step = max((entry.head.step for entry in found if entry.head), default=-1)

@@ -66,7 +66,11 @@ class TrainingState:
         if self.config.health.replica_check_steps:
             check_replicas(components.sharded, components.meshes.world_group, f"before checkpoint {tag}")
         state = {"client_state": dict(client_state or {}), _KEY: self._state_dict()}
-        snapshot = build_snapshot(module, optimizer, state=state, include_frozen=include_frozen, naming=naming)
+        # At stage 3 each rank gets its own back, as from DeepSpeed's; below, and in another world, the first rank's.
+        own = {"client_state": state["client_state"]} if self.config.zero_optimization.stage == 3 else {}
+        snapshot = build_snapshot(
+            module, optimizer, state=state, per_rank=own, include_frozen=include_frozen, naming=naming
+        )
         path = save_snapshot(
             directory,
             tag,
@@ -78,7 +82,8 @@ class TrainingState:
             background=self.background if self._is_asynchronous else None,
         )
         components.sharded.reset_compression()
-        self._known, self._num_rewinds = [*self._known[-1:], (directory, tag)], 0
+        earlier = self._known[-1:] if keep_latest_k != 1 else []
+        self._known, self._num_rewinds = [*earlier, (directory, tag)], 0
         return path
 
     def load(
@@ -104,6 +109,9 @@ class TrainingState:
             if components.optimizer is not None:
                 components.optimizer.settle()
             optimizer = components.optimizer if load_optimizer and not module_only else None
+            position = checkpoint.state.get(_KEY, {}).get("loader")
+            if position and not (module_only or rewinds) and hasattr(self.loader, "load_state_dict"):
+                self.loader.load_state_dict(position)  # first, as it may refuse
             state = restore_module(
                 checkpoint,
                 components.module,
@@ -118,9 +126,11 @@ class TrainingState:
                 components.optimizer.adopt_state()
             components.sharded.publish_params()
             if not module_only:
-                self._load_state_dict(state.get(_KEY, {}), load_lr_scheduler, load_position=not rewinds)
+                self._load_state_dict(state.get(_KEY, {}), load_lr_scheduler)
                 self._known += [] if rewinds else [(directory, checkpoint.tag)]
-            return str(checkpoint.path), state.get("client_state", {})
+            ranks = RankGroup.from_group(group)
+            own = checkpoint.per_rank(ranks.rank) if checkpoint.world_size == ranks.world_size else {}
+            return str(checkpoint.path), own.get("client_state", state.get("client_state", {}))
 
     def rewind(self, reason: str) -> None:
         """Go back to the last checkpoint, for want of success to the one before, and on with the data that come next.
@@ -201,7 +211,7 @@ class TrainingState:
             "loader": _get_state_dict(self.loader),
         }
 
-    def _load_state_dict(self, state: dict[str, Any], load_lr_scheduler: bool, load_position: bool) -> None:
+    def _load_state_dict(self, state: dict[str, Any], load_lr_scheduler: bool) -> None:
         components = self.components
         self.counters.global_steps = state.get("global_steps", self.counters.global_steps)
         self.counters.global_samples = state.get("global_samples", self.counters.global_samples)
@@ -215,8 +225,6 @@ class TrainingState:
             components.sharded.set_loss_scale(components.scaler.scale)
         if load_lr_scheduler and components.lr_scheduler is not None and state.get("lr_scheduler"):
             components.lr_scheduler.load_state_dict(state["lr_scheduler"])
-        if load_position and state.get("loader") and hasattr(self.loader, "load_state_dict"):
-            self.loader.load_state_dict(state["loader"])
 
     def _agree_on_tag(self, tag: str) -> str:
         """Rank 0's tag, which counts; ``checkpoint.tag_validation`` says what a rank that differs means."""

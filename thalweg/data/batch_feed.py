@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ class BatchFeed:
     def __init__(self, loader: Any, device: torch.device) -> None:
         self._loader, self._device = loader, device
         self._batches: Iterator[Any] | None = None
+        self.batch_fn: Callable[[Any], Any] = lambda batch: batch  # what makes a micro-batch of what an iterator gives
         # ``ends_windows``: whether an epoch's end ends a window.
         self._num_seen, self.ends_windows = self._count_handed_over(), True
 
@@ -54,7 +55,7 @@ class BatchFeed:
                 batch = next(data_iter)
             except StopIteration:
                 return
-            yield to_device(batch, self._device)
+            yield to_device(self.batch_fn(batch), self._device)
 
     def next_window(self, data_iter: Iterator[Any] | None, num_batches: int) -> list[Any]:
         """As :meth:`next_batches`, in a list; fewer where the loader's epoch ends."""

@@ -14,12 +14,14 @@ So the samples up to a difficulty are the first entries of ``index_to_sample``, 
 
 Every file appears by a rename, whole or not at all, and which samples are in a part follows from the number of samples
 alone.  So a map that was stopped goes on with the parts that are missing, also with other numbers of workers and
-processes.  ``analysis.json`` says what was analysed; another dataset in the same folder is refused.
+processes; the reduce removes the parts.  ``analysis.json`` says what was analysed; a dataset of another size in the
+same folder is refused.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -178,6 +180,8 @@ class DataAnalyzer:
             _publish_array(Path(f"{base}_sample_to_metric.npy"), values)
             _publish_array(Path(f"{base}_index_to_metric.npy"), values[order])
             _publish_array(Path(f"{base}_index_to_sample.npy"), order.astype(np.int64))
+        for name, _, _ in self._metrics:
+            shutil.rmtree(self.save_path / name / "parts")  # the next analysis may be by another function
 
     def run_map_reduce(self, comm_group: Any = None) -> None:
         """Both; with torch.distributed initialised the ranks of ``comm_group`` are the workers that it waits for."""

@@ -176,8 +176,8 @@ class StatefulLoader(PositionedLoader):
             if name in ("num_samples", "seed", "shuffle") and state.get(name) != value:
                 raise ValueError(
                     f"cannot resume the data: {name} was {state.get(name)} when the checkpoint was saved "
-                    f"and is {value} now. Give the same dataset, seed and shuffle, or start the data anew "
-                    "by not restoring the loader's state"
+                    f"and is {value} now. Give the same dataset, seed and shuffle; to go on with other data, "
+                    "leave training_data out and make their loader with thalweg.data.build_loader()"
                 )
         self._pass_number += 1
         self.epoch, self.position, self._started = int(state["epoch"]), int(state["position"]), False

@@ -12,7 +12,7 @@ class RepeatingLoader:
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
         self.epoch = 0
-        self._iterator = iter(loader)
+        self._iterator: Iterator[Any] | None = None  # once a batch is asked for: a checkpoint may be loaded before
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -23,6 +23,7 @@ class RepeatingLoader:
         return len(self.loader)
 
     def __next__(self) -> Any:
+        self._iterator = self._iterator or iter(self.loader)
         try:
             return next(self._iterator)
         except StopIteration:

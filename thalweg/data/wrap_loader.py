@@ -34,6 +34,7 @@ class PassthroughLoader(PositionedLoader):
     def __init__(self, loader: Any) -> None:
         super().__init__()
         self.loader = loader
+        self._rng: torch.Tensor | None = None  # when the pass began: of what the order is drawn
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -44,10 +45,19 @@ class PassthroughLoader(PositionedLoader):
             if hasattr(component, "set_epoch"):
                 component.set_epoch(self.epoch)  # pyright: ignore[reportOptionalMemberAccess]
         skip = self.position
-        for index, batch in enumerate(self.loader):
-            if index >= skip:
-                self._hand_over(index + 1)
-                yield batch
+        generator = getattr(self.loader, "generator", None) or torch.default_generator
+        current = generator.get_state()
+        began = self._rng if skip and self._rng is not None else current
+        generator.set_state(began)
+        self._rng = began
+        batches = iter(self.loader)
+        for _ in range(skip):
+            next(batches, None)
+        if skip and generator is torch.default_generator:
+            generator.set_state(current)  # of the middle of the epoch
+        for index, batch in enumerate(batches, skip):
+            self._hand_over(index + 1)
+            yield batch
 
     @property
     def at_epoch_end(self) -> bool:
@@ -56,12 +66,15 @@ class PassthroughLoader(PositionedLoader):
             return self._started and self.position >= len(self.loader)
         return False
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the epoch, and the batches and samples of it handed over, as JSON scalars."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch, what of it was handed over, and of what one rank's order is drawn, as JSON scalars."""
         finished, size = self.at_epoch_end, self._samples_per_step
         position = 0 if finished else self.position
         samples = {} if size is None else {"samples": position * size}
-        return {"version": 1, "epoch": self.epoch + finished, "batches": position, **samples}
+        # Of several ranks each has a generator of its own, and a sampler that asks none.
+        is_alone = not isinstance(getattr(self.loader, "sampler", None), DistributedSampler)
+        rng = {"rng": bytes(self._rng.tolist()).hex()} if position and is_alone and self._rng is not None else {}
+        return {"version": 1, "epoch": self.epoch + finished, "batches": position, **samples, **rng}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the batches, or the samples, that had been handed over."""
@@ -78,6 +91,7 @@ class PassthroughLoader(PositionedLoader):
                 "use the loader that the checkpoint was saved with, or do not restore its state"
             )
         self.epoch, self.position, self._started = int(state["epoch"]), batches, False
+        self._rng = torch.tensor([*bytes.fromhex(state["rng"])], dtype=torch.uint8) if state.get("rng") else None
 
     @property
     def _samples_per_step(self) -> int | None:

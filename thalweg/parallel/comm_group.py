@@ -43,6 +43,7 @@ class ParallelGroup:
         self.has_dropout = False  # whether the model draws random numbers inside its split layers
         self._cached_inputs: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}  # with the input, whose id stays taken
         self._saved_rng: RngState | None = None
+        self.num_batches_to_check = 2  # that are still to be compared
 
     def copy_to_region(self, x: Tensor, name: str) -> Tensor:
         """``x`` for split layers; siblings that take the same tensor share one reduction of its gradient."""
@@ -60,6 +61,25 @@ class ParallelGroup:
         """Let go of the region's inputs, and of its stream, which an exception may have left behind."""
         self._cached_inputs.clear()
         self.use_shared_rng()
+
+    def verify_same_batch(self, x: Tensor, shared: str) -> None:
+        """See that all ranks were given the same first batches; collective.  ``shared``: what they divide.
+
+        Raises:
+            ValueError: they were not.
+        """
+        if self.num_batches_to_check == 0:
+            return
+        self.num_batches_to_check -= 1
+        positions = torch.arange(1, x.numel() + 1, device=x.device, dtype=torch.float64)
+        checksum = torch.stack([(x.detach().reshape(-1).double() * positions.sin()).sum(), positions[-1]])
+        bounds = torch.stack([checksum, -checksum])  # the least of both: the smallest, and the largest negated
+        self.comm.all_reduce(bounds, op=dist.ReduceOp.MIN, group=self.group_for(bounds))
+        if not torch.allclose(bounds[0], -bounds[1], rtol=1e-9):
+            raise ValueError(
+                f"ranks that share a {shared} must get identical batches, and these were given different batches: "
+                f"pass training_data= to initialize(), or let the sampler count only the ranks of other {shared}s"
+            )
 
     # Random numbers
 

@@ -101,7 +101,7 @@ def find_foreign(io: FileSystem, checkpoint_dir: Path, tag: str | None = None) -
     none, and no checkpoint of ours, the one of the most steps.
     """
     name = None if tag == LATEST else tag
-    if name is None and is_deepspeed_folder(io, checkpoint_dir):
+    if name is None and is_deepspeed_folder(io, checkpoint_dir) and not io.exists(checkpoint_dir / MANIFEST):
         return checkpoint_dir
     name = read_latest(io, checkpoint_dir) if name is None else name
     if name is not None:

@@ -17,7 +17,7 @@ import copy
 import shutil
 import stat
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import thalweg
 from thalweg.checkpoint.errors import CheckpointError
@@ -34,6 +35,7 @@ from thalweg.compat.deepspeed.timers import ThroughputTimer
 from thalweg.config import Config
 from thalweg.config.schema.base import get_by_path, replace_by_path
 from thalweg.data.engine_loader import build_engine_loader
+from thalweg.data.loader import build_loader
 from thalweg.data.repeating_loader import RepeatingLoader
 from thalweg.engine import Engine
 from thalweg.nn.layer_drop import ProgressiveLayerDrop
@@ -60,6 +62,7 @@ class DeepSpeedEngine(Engine):
         self._raw_config: dict[str, Any] = {}
         self._batch_feed.ends_windows = False  # one goes on with the next epoch's batches
         self.is_compiled, self._last_save_dir = False, ""
+        self.collate_fn: Callable[..., Any] | None = None  # of initialize()
         self._data_iterator: Iterator[Any] | None = None
         self.is_whole_in_eval = False  # ranks that share sequences in training have their own in evaluation
         components.loss_normalizer.user_divides = False
@@ -161,6 +164,19 @@ class DeepSpeedEngine(Engine):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Train on one window of micro-batches."""
         return super().train_batch(self._data_iterator if data_iter is None else data_iter)
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """What makes a micro-batch, a tuple of inputs and labels, of what an iterator gives."""
+        self._batch_feed.batch_fn = fn
+
+    def eval_batch(  # type: ignore[override]
+        self, data_iter: Iterator[Any] | None = None, return_logits: bool = False, compute_loss: bool = True,
+        reduce_output: str | None = "avg", bcast_loss: bool = True, num_micro_batches: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The mean loss of so many micro-batches, on every rank."""
+        if return_logits or not compute_loss or reduce_output != "avg":
+            raise DeepSpeedUsageError("eval_batch() returns the mean loss alone: leave out what asks for outputs")
+        return super().eval_batch(self._data_iterator if data_iter is None else data_iter, num_micro_batches)
 
     def backward(  # type: ignore[override]
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **options: Any
@@ -300,12 +316,22 @@ class DeepSpeedEngine(Engine):
         """Load whole tensors into the model; collective."""
         self.load_state_dict(state_dict, strict)
 
-    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, *, collate_fn: Any = None, **_: Any) -> Any:
-        """A loader of this rank's batches of ``dataset``."""
-        config = self.resolved_config
-        if batch_size is not None:
-            config = replace_by_path(config, {"train_micro_batch_size_per_gpu": batch_size})
-        return build_engine_loader(dataset, config, self.meshes.dp.get_local_rank(), self.dp_world_size, collate_fn)
+    def deepspeed_io(
+        self, dataset: Any, batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
+        data_sampler: Any = None, collate_fn: Any = None, num_local_io_workers: int | None = None,
+    ) -> Any:  # fmt: skip
+        """A loader of this rank's batches of ``dataset``: by ``data_sampler``, or shuffled for the route "train" and
+        in the dataset's order for others."""
+        rank, world_size = self.meshes.dp.get_local_rank(), self.dp_world_size
+        batch_size, collate_fn = batch_size or self.train_micro_batch_size_per_gpu(), collate_fn or self.collate_fn
+        options = {"batch_size": batch_size, "collate_fn": collate_fn, "num_workers": num_local_io_workers or 0}
+        if data_sampler is not None:
+            pins = pin_memory and self.device.type != "cpu"
+            return DataLoader(dataset, sampler=data_sampler, pin_memory=pins, **options)
+        if route != "train":
+            return build_loader(dataset, rank=rank, world_size=world_size, shuffle=False, **options)
+        config = replace_by_path(self.resolved_config, {"train_micro_batch_size_per_gpu": batch_size})
+        return build_engine_loader(dataset, config, rank, world_size, collate_fn)
 
     def scale(self, loss: Tensor) -> Tensor:
         """``loss``, for a ``backward()`` of the program's own: Thalweg's hooks scale its gradients in fp16."""

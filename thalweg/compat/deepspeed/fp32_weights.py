@@ -1,4 +1,4 @@
-"""``zero_to_fp32``: the whole fp32 weights of a checkpoint that Thalweg wrote."""
+"""``zero_to_fp32``: the whole fp32 weights of a checkpoint, Thalweg's or DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from thalweg.checkpoint import Checkpoint
 from thalweg.checkpoint.background_save import join_saves
 from thalweg.checkpoint.directory import MANIFEST
+from thalweg.checkpoint.load import open_checkpoint
 from thalweg.utils.atomic_file import publish_file
 from thalweg.zero.whole_parameter import WholeParameter
 from thalweg.zero.whole_tensors import load_full_state_dict
@@ -33,7 +33,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
             "engine.save_checkpoint(DIR, exclude_frozen_parameters=True)"
         )
     join_saves()  # an asynchronous one of this program's may be what is asked for
-    with Checkpoint.open(checkpoint_dir, tag) as checkpoint:
+    with open_checkpoint(checkpoint_dir, tag) as checkpoint:
         tensors = {name: checkpoint.read(name) for name in checkpoint.tensor_names(_PREFIX)}
         tensors |= {alias: tensors[name] for alias, name in checkpoint.manifest.aliases.items() if name in tensors}
     tensors = {name.removeprefix(_PREFIX): value for name, value in tensors.items()}

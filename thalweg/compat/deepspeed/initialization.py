@@ -123,5 +123,6 @@ def initialize(
     if engine.zero_optimization_partition_weights():
         show_ds_names(engine.module)
     engine.set_raw_config(given[0] if isinstance(given[0], Mapping) else read_source(given[0])[0].tree)
+    engine.collate_fn = collate_fn
     add_engine(engine)
     return engine, engine.optimizer, loader, engine.lr_scheduler

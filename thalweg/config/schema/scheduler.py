@@ -34,7 +34,7 @@ _OURS = block(base=Section, last_batch_iteration=Typed(Annotated[int, Field(ge=-
 _TORCH = block(base=Section, last_epoch=Typed(Annotated[int, BeforeValidator(coerce_int), Field(ge=-1)], -1))
 # A rise from ``warmup_min_lr`` to ``warmup_max_lr`` (else the optimiser's rate), then constant.
 _WARMUP = block(
-    base=_OURS, warmup_min_lr=Typed(FloatOrList, 0.0), warmup_max_lr=_LR, warmup_num_steps=1000,
+    base=_OURS, warmup_min_lr=Typed(FloatOrList, 0.0), warmup_max_lr=_LR, warmup_num_steps=Typed(PositiveInt, 1000),
     warmup_type=("log", "linear"))
 
 SCHEDULES: dict[str, type[Section]] = {
@@ -43,8 +43,8 @@ SCHEDULES: dict[str, type[Section]] = {
     "WarmupDecayLR": block(base=_WARMUP, total_num_steps=_NEEDED_COUNT),
     # A rise from ``warmup_min_ratio`` of the rate, a cosine to ``cos_min_ratio`` at ``total_num_steps``.
     "WarmupCosineLR": block(
-        base=_OURS, total_num_steps=_NEEDED_COUNT, warmup_min_ratio=Typed(UnitFloat, 0.0), warmup_num_steps=1000,
-        cos_min_ratio=Typed(UnitFloat, 1e-4), warmup_type=("log", "linear")),
+        base=_OURS, total_num_steps=_NEEDED_COUNT, warmup_min_ratio=Typed(UnitFloat, 0.0),
+        warmup_num_steps=Typed(PositiveInt, 1000), cos_min_ratio=Typed(UnitFloat, 1e-4), warmup_type=("log", "linear")),
     # Smith's range test (arXiv 1506.01186).
     "LRRangeTest": block(
         base=_OURS, lr_range_test_min_lr=Typed(FloatOrList, 1e-3), lr_range_test_step_size=Typed(PositiveInt, 2000),

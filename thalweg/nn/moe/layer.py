@@ -221,10 +221,10 @@ class MoE(nn.Module):
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """``hidden_states`` (..., D) -> output (..., D), ``l_aux`` (0-dim), ``exp_counts`` (E,)."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        gate_input = x
+        gate_input = x.float()  # in 16 bits one token in a hundred would go elsewhere
         if self.training and self.policy.noisy_gate_policy == "Jitter":
-            gate_input = x * torch.empty_like(x).uniform_(1 - 1e-2, 1 + 1e-2)
-        logits = F.linear(gate_input, self.gate.weight).float()
+            gate_input = gate_input * torch.empty_like(gate_input).uniform_(1 - 1e-2, 1 + 1e-2)
+        logits = F.linear(gate_input, self.gate.weight.float())
         routing = route(logits, self.policy, self.training, used_token, self.e_score_correction_bias)
         y = self._run_experts(x, routing).view(hidden_states.shape)
         if self.shared is not None:

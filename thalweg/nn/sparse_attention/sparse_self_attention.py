@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from thalweg.nn.sparse_attention.sparsity_config import FixedSparsityConfig, SparsityConfig
 from thalweg.ops.attention.block_sparse import BlockSparseAttention, MaskMod
@@ -15,6 +16,7 @@ MaskMode = Literal["add", "mul"]
 
 
 @lru_cache(maxsize=16)  # lengths differ from batch to batch
+@_disable_current_modes()  # or a plan's fake tensors would stay
 def get_attention(config: SparsityConfig, length: int) -> BlockSparseAttention:
     """The attention of ``config`` over ``length`` tokens; the last block may be cut short."""
     return BlockSparseAttention(config.make_layout(length + -length % config.block), config.block, length)

@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
 
 from thalweg.ops.attention.block import block_backward, block_forward
 
@@ -167,6 +168,7 @@ class BlockSparseAttention:
 
         return is_seen
 
+    @_disable_current_modes()
     def _make_coarse(self, factor: int, causal: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """The layout; and of coarse rows, ``factor`` blocks each: how many coarse columns are read (1, H, n), and these
         first."""
@@ -176,6 +178,7 @@ class BlockSparseAttention:
         columns = torch.argsort(coarse, dim=-1, descending=True, stable=True).int()
         return self.layout.to(device), coarse.sum(-1, dtype=torch.int32).to(device), columns.to(device)
 
+    @_disable_current_modes()
     def _make_plan(self, causal: bool, device: torch.device) -> tuple[_HeadPlan, ...]:
         layout = self.layout.tril() if causal else self.layout
         heads_by_layout: list[list[int]] = []

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import _disable_current_modes
 
 from thalweg.optim.dtensor_local import default_state_dtype, is_chunk_sharded, match_layout, sharded_dim, to_local
 from thalweg.zero.full_state_dict import make_dtensor
@@ -68,6 +69,7 @@ def row_length(param: Tensor) -> int:
 
 
 @cache
+@_disable_current_modes()  # or a plan's fake tensors would stay
 def _dynamic_tree_codes(signed: bool) -> Tensor:
     """The 256 values of dynamic trees, ascending: e leading zeros mean 10^-e, the bits behind the first one a
     linear fraction of [0.1, 1]; 0 and 1 besides.  Without a sign there is one bit more for the fraction."""
@@ -81,6 +83,7 @@ def _dynamic_tree_codes(signed: bool) -> Tensor:
 
 
 @cache
+@_disable_current_modes()
 def _codebook(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """(the value of each code, the code nearest to each bf16 number by its bits)."""
     values = _dynamic_tree_codes(signed)
@@ -169,7 +172,7 @@ def zeros_moment(param: Tensor, moment: str, dtype_name: str) -> dict[str, Tenso
     """Zeros of ``param``'s layout: the moment, and its scales in int8."""
     stored_dtype = get_stored_dtype(param, dtype_name)
     if stored_dtype == "int8":
-        zero = int(_dynamic_tree_codes(is_signed(moment)).eq(0).nonzero())
+        zero = 127 if is_signed(moment) else 0  # where it stands among the codes
         codes = torch.full_like(param, zero, dtype=torch.uint8, requires_grad=False)
         return {moment: codes, moment + SCALE_SUFFIX: _new_scales(param)}
     dtype = torch.bfloat16 if stored_dtype == "bf16" else default_state_dtype(param)

@@ -8,8 +8,9 @@ A Muon step of a matrix W with gradient G:
     W = (1 - lr weight_decay) W - lr scale O     on the local piece
 
 with ``scale`` = sqrt(max(1, rows / cols)) ("original") or 0.2 sqrt(max(rows, cols)) ("match_rms_adamw"; Liu
-et al., 2025, arXiv:2502.16982). A tensor of more than two dims counts as the matrix of its first dim
-against the others. The result does not depend on how the matrices are cut, and no work is done twice.
+et al., 2025, arXiv:2502.16982). A tensor of three dims is a stack of matrices, as of experts; one of more, or of
+a convolution, counts as the matrix of its first dim against the others. The result does not depend on how the
+matrices are cut, and no work is done twice.
 
 Which parameters are hidden matrices: what the group says (``use_muon: true|false``), else the rule of
 ``muon_params.is_hidden_matrix``. For a model, ``muon_params.muon_groups`` decides by the modules' types,
@@ -180,6 +181,8 @@ class Muon(dtensor_local.StepMixin, torch.optim.Optimizer):
         return self._ns_dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
 
     def _orthogonalize(self, group: dict[str, Any], full_matrix: Tensor) -> Tensor:
+        if _is_stack(group, full_matrix):
+            return torch.stack([self._orthogonalize(group, matrix) for matrix in full_matrix])
         matrix = full_matrix.reshape(full_matrix.size(0), -1)
         result = orthogonalize(
             matrix,
@@ -192,7 +195,7 @@ class Muon(dtensor_local.StepMixin, torch.optim.Optimizer):
 
     @staticmethod
     def _apply(group: dict[str, Any], param: Tensor, update: Tensor) -> None:
-        rows, cols = param.shape[0], param.shape[1:].numel()
+        rows, cols = param.shape[-2:] if _is_stack(group, param) else (param.shape[0], param.shape[1:].numel())
         scale = math.sqrt(max(1.0, rows / cols))
         if group["adjust_lr_fn"] == "match_rms_adamw":
             scale = 0.2 * math.sqrt(max(rows, cols))
@@ -216,3 +219,7 @@ class Muon(dtensor_local.StepMixin, torch.optim.Optimizer):
         steps = [state["step"] for state in states]
         with dtensor_local.working_copies(params) as (work, grads):
             adamw(work, grads, first, second, [], steps, fused=fused, amsgrad=False, maximize=False, **options)
+
+
+def _is_stack(group: dict[str, Any], param: Tensor) -> bool:
+    return param.ndim == 3 and not group.get("is_convolution", False)

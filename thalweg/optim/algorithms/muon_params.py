@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from thalweg.zero.whole_parameter import named_shards
 
@@ -31,16 +32,28 @@ def is_hidden_matrix(param: Tensor, name: str | None = None) -> bool:
 def muon_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return parameter groups for Muon by the modules' types: hidden matrices, and the others.
 
-    The others are vectors, what belongs to an ``nn.Embedding``, and the head: the last linear layer whose
+    The others are vectors, biases, what belongs to an ``nn.Embedding``, and the head: the last linear layer whose
     output is as long as the largest embedding. ``groups``: groups of the model's parameters to split, their
-    settings kept. A group that says ``use_muon`` stays whole; groups that would be empty are left out.
+    settings kept; kernels of convolutions get groups of their own. A group that says ``use_muon`` stays whole; groups
+    that would be empty are left out.
     """
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     vocabulary = max((module.num_embeddings for module in embeddings), default=None)
     heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == vocabulary]
     excluded_ids = {id(p) for module in (*embeddings, *heads[-1:]) for _, p in named_shards(module)}
+    excluded_ids |= {id(p) for name, p in named_shards(model) if name.endswith("bias")}  # of experts: a stack of them
+    kernel_ids = {id(p) for m in model.modules() if isinstance(m, _ConvNd) for _, p in named_shards(m)}
     is_matrix = lambda param, _: param.ndim >= 2 and id(param) not in excluded_ids
-    return [half for group in groups for half in split_group(group, is_matrix)]
+    halves = [half for group in groups for half in split_group(group, is_matrix)]
+    return [part for half in halves for part in _split_off_kernels(half, kernel_ids)]
+
+
+def _split_off_kernels(group: dict[str, Any], kernel_ids: set[int]) -> list[dict[str, Any]]:
+    by_kind: dict[bool, list[Any]] = {False: [], True: []}
+    for member in group["params"]:
+        by_kind[group["use_muon"] and id(get_param(member)) in kernel_ids].append(member)
+    kernels = {**group, "params": by_kind[True], "is_convolution": True}
+    return [part for part in ({**group, "params": by_kind[False]}, kernels) if part["params"]]
 
 
 def get_param(member: Any) -> Tensor:

@@ -140,6 +140,11 @@ def _owed_errors(param: Tensor, state: dict[str, Any], num_workers: int) -> tupl
     return rows.mean(0) + server_piece, zeros
 
 
+_PHASE_KEYS = (
+    "frozen_at", "variance_norms", "num_variance_updates", "next_variance_step", "next_meeting", "rate_sum",
+)  # fmt: skip
+
+
 class CompressedMixin:
     """Mixin before an ``Optimizer``: the phases, the norm, and what checkpoints need."""
 
@@ -151,6 +156,17 @@ class CompressedMixin:
         self._link = link or MomentumLink()
         self._exchanges: dict[torch.device, MomentumExchange] = {}
         self._link.sync.enabled = not self.is_compressing
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; one that joins later is where the first one stands.
+
+        Raises:
+            ValueError: the variance stays as it is by now, and of these parameters there is none.
+        """
+        first = self.param_groups[0] if self.param_groups else {}
+        if first.get("frozen_at") is not None:
+            raise ValueError("no parameters can join after freeze_step: give all of them first, or a later freeze_step")
+        super().add_param_group({key: first[key] for key in _PHASE_KEYS if key in first} | param_group)  # type: ignore[misc]
 
     @property
     def is_compressing(self) -> bool:

@@ -10,6 +10,7 @@ whatever rank and in however many stages, so that a checkpoint knows nothing of 
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -151,10 +152,7 @@ class PipelineModule(_RecomputedLayers):
         raise ValueError(f"unknown partition_method {method!r}: use 'parameters', 'uniform' or 'type:REGEX'")
 
     def _num_parameters(self, spec: LayerLike) -> int:
-        layer = spec
-        if isinstance(spec, LayerSpec):
-            with torch.device("meta"), _preserve_rng():
-                layer = spec.build()
+        layer = _build_on_meta(spec) if isinstance(spec, LayerSpec) else spec
         if not isinstance(layer, nn.Module):
             return 0
         return sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
@@ -177,8 +175,9 @@ class PipelineModule(_RecomputedLayers):
                 layer = spec.build()
             first_index = next((i for i in tied if i in built), None)
             if isinstance(spec, TiedLayerSpec) and first_index is not None:
-                for name in spec.tied_weight_attrs:
-                    setattr(layer, name, getattr(built[first_index], name))
+                for attr in spec.tied_weight_attrs:
+                    owner, _, name = _find_param_name(layer, attr).rpartition(".")
+                    setattr(layer.get_submodule(owner), name, operator.attrgetter(attr)(built[first_index]))
             built[index] = layer
         return built
 
@@ -187,12 +186,25 @@ class PipelineModule(_RecomputedLayers):
         by_key: dict[str, list[tuple[int, list[str]]]] = {}
         for index, spec in enumerate(self.specs):
             if isinstance(spec, TiedLayerSpec):
-                by_key.setdefault(spec.key, []).append((index, spec.tied_weight_attrs))
+                layer = _build_on_meta(spec)
+                names = [_find_param_name(layer, attr) for attr in spec.tied_weight_attrs]
+                by_key.setdefault(spec.key, []).append((index, names))
         return by_key
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Not to be called: a pipeline is driven by ``engine.train_batch()`` and ``eval_batch()``."""
         raise RuntimeError("a PipelineModule runs through engine.train_batch() and engine.eval_batch()")
+
+
+def _build_on_meta(spec: LayerSpec) -> Any:
+    with torch.device("meta"), _preserve_rng():
+        return spec.build()
+
+
+def _find_param_name(layer: nn.Module, attr: str) -> str:
+    """The parameter that an attribute is: its own name, a child's, or a property's."""
+    weight = operator.attrgetter(attr)(layer)
+    return next(name for name, param in layer.named_parameters() if param is weight)
 
 
 class LocalLayers(_RecomputedLayers):

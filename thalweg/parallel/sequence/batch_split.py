@@ -151,7 +151,8 @@ class BatchSplitter:
 def build_splitter(model: nn.Module, partition: SequencePartition) -> BatchSplitter:
     """The cut that fits ``model``'s arguments and loss."""
     signature = ForwardSignature.from_model(model)
-    has_causal_loss = getattr(model, "loss_type", None) in (None, "ForCausalLM")
+    causal = None, "ForCausalLM", "ForConditionalGeneration", "CsmForConditionalGeneration"
+    has_causal_loss = getattr(model, "loss_type", None) in causal
     shifts_labels = signature.is_hugging_face and has_causal_loss and signature.accepts_kwargs
     return BatchSplitter(partition, signature, shifts_labels)
 

@@ -47,7 +47,7 @@ class LayerSequenceParallel:
         tokens = get_tokens(inputs, _LAYER_SIGNATURE)
         # Positions that begin again are no documents to layers that see none in one process.
         sequence_meta = self.attention.sequence_meta = SequenceMeta(tokens.shape[1])
-        self.attention.verify_same_batch(tokens)
+        self.attention.groups.sp_group.verify_same_batch(tokens, "sequence")
         length = sequence_meta.length
 
         def local_labels(labels: Tensor) -> Tensor:

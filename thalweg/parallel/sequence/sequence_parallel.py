@@ -33,7 +33,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -87,11 +86,6 @@ class SequenceParallelAttention:
         self.sequence_meta = SequenceMeta()
         self.is_attending = False  # while the parts of attention are computed, which are not to be taken for it
         self.on_token_count = on_token_count
-        self._num_batches_to_check = 2  # whole batches still to be compared
-
-    def skip_batch_check(self) -> None:
-        """Compare no batches: there is nobody to compare them with."""
-        self._num_batches_to_check = 0
 
     def save_context(self) -> SequenceMeta:
         """What is known of the sequence at hand, for a backward pass that recomputes."""
@@ -100,26 +94,6 @@ class SequenceParallelAttention:
     def restore_context(self, sequence_meta: SequenceMeta) -> None:
         """Be again at the sequence that :meth:`keep` was asked at."""
         self.sequence_meta = sequence_meta
-
-    def verify_same_batch(self, tokens: Tensor) -> None:
-        """See that all ranks of the team were given the same first batches; collective.
-
-        Raises:
-            ValueError: they were not.
-        """
-        if self._num_batches_to_check == 0:
-            return
-        self._num_batches_to_check -= 1
-        positions = torch.arange(1, tokens.numel() + 1, device=tokens.device, dtype=torch.float64)
-        checksum = torch.stack([(tokens.detach().reshape(-1).double() * positions.sin()).sum(), positions[-1]])
-        sp_group = self.groups.sp_group
-        low = sp_group.all_reduce(checksum.clone(), "batch", dist.ReduceOp.MIN)
-        high = sp_group.all_reduce(checksum.clone(), "batch", dist.ReduceOp.MAX)
-        if not torch.allclose(low, high, rtol=1e-9):
-            raise ValueError(
-                "ranks that share a sequence must get identical batches, and these were given different batches: "
-                "pass training_data= to initialize(), or let the sampler count only the ranks of other sequences"
-            )
 
     def attend(
         self,
@@ -221,10 +195,15 @@ def apply_sequence_parallel(
     """
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", "")
-    if getattr(config, "is_encoder_decoder", False) or model_type in ("bloom", "mpt", "falcon", "gemma2"):
+    needs_whole = getattr(model, "loss_type", None) in ("ForSequenceClassification", "ForQuestionAnswering")
+    if (
+        getattr(config, "is_encoder_decoder", False)
+        or model_type in ("bloom", "mpt", "falcon", "gemma2")
+        or needs_whole
+    ):
         raise ValueError(
-            f"{_CONFIG_KEYS} does not work for {type(model).__name__}, whose attention has "
-            "biases by head, caps, or two sequences; set it to 1"
+            f"{_CONFIG_KEYS} does not work for {type(model).__name__}, whose attention has biases by head, caps, or "
+            "two sequences, or whose loss needs the whole sequence; set it to 1"
         )
     signature = batch_split.ForwardSignature.from_model(model)
     if "position_ids" not in signature.arg_names:
@@ -249,7 +228,7 @@ def apply_sequence_parallel(
             attention.sequence_meta, local_batch = replace(own, has_own_loss=True, is_whole=True), batch
         elif sequence_meta is None:
             attention.sequence_meta = batch_split.sequence_meta_from_batch(batch, signature)
-            attention.verify_same_batch(tokens)
+            sp_group.verify_same_batch(tokens, "sequence")
             local_batch = splitter.local_batch(batch, attention.sequence_meta.length)
         else:
             attention.sequence_meta, local_batch = sequence_meta.to(tokens.device), batch

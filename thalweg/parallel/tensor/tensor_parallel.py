@@ -30,6 +30,7 @@ import copy
 import hashlib
 import json
 import weakref
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -105,8 +106,14 @@ def apply_tensor_parallel(
     model.register_forward_pre_hook(lambda *_: tp_group.reset(), prepend=True)
     if expected is not None:
         check_parity(model, plan, inputs, expected, tp_group.size)
+    model.register_forward_pre_hook(partial(_verify_same_batch, tp_group), with_kwargs=True)
     _log.info("tensor parallelism over %d ranks by %s: %d layers", tp_group.size, plan.source, len(plan.layers))
     return TensorParallelLayout(tp_fsdp_mesh, placements)
+
+
+def _verify_same_batch(tp_group: ParallelGroup, _: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if tensors := [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.numel()]:
+        tp_group.verify_same_batch(tensors[0], "layer")
 
 
 def apply_tp_offline(model: nn.Module, tp_group: ParallelGroup, partition: TPPartition | None = None) -> None:

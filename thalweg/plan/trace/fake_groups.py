@@ -33,7 +33,7 @@ class FakeParallelGroup(ParallelGroup):
 
     def __init__(self, size: int, ledger: CommsLog, axis: str = "tensor") -> None:
         self.size, self.rank, self.axis = size, 0, axis
-        self.ledger, self.has_dropout = ledger, False
+        self.ledger, self.has_dropout, self.num_batches_to_check = ledger, False, 0
         self._cached_inputs, self._saved_rng = {}, None
 
     def group_for(self, tensor: Tensor) -> Any:
@@ -58,7 +58,7 @@ def apply_fake_sp(model: nn.Module, sp_size: int, blocks: list[nn.Module], ledge
     """
     if sp_size > 1:
         group = FakeParallelGroup(sp_size, ledger, "sequence")
-        apply_sequence_parallel(model, SequenceGroups(group, ulysses_group=group), blocks).skip_batch_check()
+        apply_sequence_parallel(model, SequenceGroups(group, ulysses_group=group), blocks)
 
 
 def supports_tp(model: nn.Module, tp_size: int, partition: TPPartition | None) -> bool:
