@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from tests.marks import nightly
-from tests.unit.infer_models import ENCODER_CONFIGS, tiny_encoder
+from tests.unit.infer_models import ENCODER_CONFIGS, tiny_decoder, tiny_encoder
 from thalweg.infer import EngineConfig, Request, load_engine
 from thalweg.infer.engine.embedding import EmbeddingEngine
+from thalweg.infer.loader.hf import load_mmapped, to_local_folder
+from thalweg.infer.quantization.zeroquant import save_quantized
 from thalweg.ops import cpu_kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -111,6 +113,62 @@ def test_a_sentence_encoders_directory_says_how_to_pool(tmp_path: Path) -> None:
         load_engine(sentence_encoder(tmp_path / "dense", both, "Dense"), OPTIONS)
     with pytest.raises(ValueError, match="only mean and cls"):
         load_engine(sentence_encoder(tmp_path / "max", {"pooling_mode_max_tokens": True}), OPTIONS)
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of ``org/name`` in the hub's cache, as it lies there when all of it has been downloaded."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repository, commit = tmp_path / "models--org--name", "0123456789abcdef" * 2 + "01234567"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    folder = repository / "snapshots" / commit
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["sentence encoder", "quantised", "mapped"])
+def test_a_name_on_the_hub_is_what_its_directory_is(kind: str, hub_cache: Path) -> None:
+    if kind == "sentence encoder":
+        sentence_encoder(hub_cache, {"pooling_mode_cls_token": True}, "Normalize")
+        named, local = (load_engine(model, OPTIONS) for model in ("org/name", hub_cache))
+        assert named.metadata.name == "org/name" and torch.equal(named.embed(PROMPTS), local.embed(PROMPTS))
+        assert not torch.allclose(named.embed(PROMPTS), expected(tiny_encoder("bert")), atol=1e-2)
+    elif kind == "quantised":
+        save_quantized(tiny_decoder("llama"), hub_cache)
+        named, local = (load_engine(model, OPTIONS).embed(PROMPTS[:3]) for model in ("org/name", hub_cache))
+        assert torch.equal(named, local)
+    else:
+        tiny_decoder("llama").save_pretrained(hub_cache)
+        digests = [load_mmapped(model, OPTIONS)[1] for model in ("org/name", hub_cache)]
+        assert digests[0] is not None and digests[0] == digests[1]
+
+
+def test_what_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that a directory says, and the weights in one form: PyTorch's own where there is no other."""
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr("thalweg.infer.loader.hf.check_model_path", lambda _: None)
+    files = [
+        "1_Pooling/config.json", "config.json", "modules.json", "modeling_own.py", "onnx/model.onnx",
+        "consolidated.safetensors", "pytorch_model.bin", "tokenizer.model", "vocab.txt", "chat_template.jinja",
+    ]  # fmt: skip
+    asked: list[set[str]] = []
+
+    def download(name: str, **patterns: Any) -> str:
+        asked.append(set(hub.utils.filter_repo_objects(files, **patterns)))
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    unwanted = {"onnx/model.onnx", "consolidated.safetensors"}
+    assert to_local_folder("org/name") == tmp_path and asked[-1] == {*files} - unwanted
+    (tmp_path / "model.safetensors").touch()
+    asked.clear()
+    assert to_local_folder("org/name") == tmp_path and asked == [{*files} - unwanted - {"pytorch_model.bin"}]
+    assert to_local_folder(tmp_path) == tmp_path and len(asked) == 1
 
 
 def test_bad_prompts_are_refused() -> None:

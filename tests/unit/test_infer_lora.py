@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,29 @@ def test_an_alpha_of_0_is_an_adapter_that_says_nothing(tmp_path: Path) -> None:
     assert served(load_engine(model, options), [(PROMPTS[1], "a")]) == [expected(model, PROMPTS[1])]
 
 
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_adapters_that_change_the_weights_they_begin_with_are_refused_with_the_cure(start: str, tmp_path: Path) -> None:
+    model = tiny_decoder("llama")
+    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "up_proj"], init_lora_weights=start)
+    made = peft.get_peft_model(copy.deepcopy(model), config)
+    made.peft_config["default"].init_lora_weights = True  # what is saved is what it began with
+    made.save_pretrained(tmp_path / "initial")
+    made.peft_config["default"].init_lora_weights = start
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    made.save_pretrained(tmp_path / "plain")
+    made.save_pretrained(tmp_path / "cured", path_initial_model_for_weight_conversion=str(tmp_path / "initial"))
+    options = EngineConfig(dtype="fp32", max_num_seqs=2, max_model_len=96, lora_adapters={"a": str(tmp_path / "plain")})
+    with pytest.raises(ValueError, match=f"init_lora_weights is '{start}'.*path_initial_model_for_weight_conversion"):
+        load_engine(model, options)
+    options = replace(options, lora_adapters={"a": str(tmp_path / "cured")})
+    want = expected(made.eval(), PROMPTS[1])
+    assert served(load_engine(model, options), [(PROMPTS[1], "a")]) == [want] != [expected(model, PROMPTS[1])]
+
+
 def test_a_model_that_listens_takes_them_too(tmp_path: Path) -> None:
     model = tiny_encoder("flan_t5")
     other = adapted(model, tmp_path / "a", 1, target_modules=["q", "v", "wo"], task_type="SEQ_2_SEQ_LM")
@@ -116,7 +140,12 @@ def test_what_is_unknown_or_does_not_fit_is_one_clear_error(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="adapter x: there is no"):
         load(x=str(tmp_path / "nowhere"))
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
-    for field, value in (("peft_type", "IA3"), ("use_dora", True), ("modules_to_save", ["lm_head"])):
+    for field, value in (
+        ("peft_type", "IA3"),
+        ("use_dora", True),
+        ("modules_to_save", ["lm_head"]),
+        ("init_lora_weights", "pissa_niter_4"),
+    ):
         (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config | {field: value}))
         with pytest.raises(ValueError, match=f"adapter a: {field}"):
             load(a=str(tmp_path / "a"))
@@ -129,5 +158,5 @@ def test_what_is_unknown_or_does_not_fit_is_one_clear_error(tmp_path: Path) -> N
     adapted(tiny_decoder("llama", intermediate_size=80), tmp_path / "w", 1, target_modules=["up_proj"])
     with pytest.raises(ValueError, match="do not fit a layer"):
         load(w=str(tmp_path / "w"))
-    with pytest.raises(ValueError, match="lora_adapters need a described model"):
+    with pytest.raises(ValueError, match="lora_adapters needs a described model"):
         load_engine(tiny_decoder("olmo2"), EngineConfig(lora_adapters={"a": str(tmp_path / "a")}))

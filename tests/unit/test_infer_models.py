@@ -87,6 +87,22 @@ def test_the_comparison_would_notice_another_model() -> None:
     assert greedy_generate(load_engine(changed, OPTIONS), prompts(), 10) != want
 
 
+@pytest.mark.parametrize("runner", [pytest.param("cpu", marks=NATIVE), "torch", "transformers"])
+@pytest.mark.parametrize("name", ["cohere", "granite"])
+def test_embeddings_are_the_models_last_states(name: str, runner: str) -> None:
+    """Of models whose logits are scaled, too: the states themselves are not."""
+    model = tiny_decoder(name)
+    with torch.no_grad():
+        states = [model(torch.tensor([p]), output_hidden_states=True).hidden_states[-1][0].mean(0) for p in prompts()]
+    got = load_engine(model, OPTIONS, runner=runner).embed(prompts())
+    torch.testing.assert_close(got, torch.stack(states), atol=2e-5, rtol=1e-4)
+
+
+def test_the_cache_of_a_models_own_code_has_no_size_to_ask_for() -> None:
+    with pytest.raises(ValueError, match="kv_cache_bytes needs a described model"):
+        load_engine(tiny_decoder("olmo2"), replace(OPTIONS, kv_cache_bytes=2**20))
+
+
 def test_a_description_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A family that has changed under us runs through its own code, and gives its own tokens."""
     from thalweg.infer.loader import load
@@ -162,7 +178,7 @@ def test_the_first_runner_that_supports_a_model_runs_it(
     assert "this processor has none of riscv" in warning.message
     with pytest.raises(ValueError, match="no fp16"):
         choose_runner(DECODER_RUNNERS, spec, EngineConfig(dtype="fp16"), "cpu")
-    with pytest.raises(ValueError, match=r"not described; lora_adapters need a described model: because"):
+    with pytest.raises(ValueError, match=r"not described; lora_adapters needs a described model: because"):
         choose_runner(DECODER_RUNNERS, None, EngineConfig(lora_adapters={"a": "b"}), undescribed="because")
     with pytest.raises(ValueError, match="there are cpu, torch, transformers"):
         choose_runner(DECODER_RUNNERS, spec, EngineConfig(), "eager")

@@ -15,6 +15,8 @@ from torch import Tensor
 from tests.marks import nightly
 from tests.unit.infer_models import greedy_generate, tiny_decoder
 from thalweg.infer import EngineConfig, load_engine
+from thalweg.infer.quantization.checkpoints import _dequantize_compressed_tensors
+from thalweg.infer.quantization.zeroquant import save_quantized
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Made = tuple[dict[str, Tensor], Tensor]
@@ -211,3 +213,25 @@ def test_packed_again_and_what_cannot_be_read(tmp_path: Path) -> None:
         path.write_text(json.dumps(config | {"quantization_config": given}))
         with pytest.raises(ValueError, match=said):
             load_engine(tmp_path, EngineConfig(dtype="fp32"))
+
+
+def test_ends_are_those_of_the_generation_config(tmp_path: Path) -> None:
+    """As of plain weights: its config alone knows one of them."""
+    model = tiny_decoder("llama", eos_token_id=2)
+    model.generation_config.eos_token_id = [2, 7, 9]
+    model.save_pretrained(tmp_path / "plain")
+    save_quantized(model, tmp_path / "int8")
+    for folder in ("plain", "int8"):
+        assert load_engine(tmp_path / folder, EngineConfig(dtype="fp32")).metadata.eos_token_ids == (2, 7, 9)
+
+
+@pytest.mark.parametrize("strategy", [{"block_structure": [128, 128]}, {"block_structure": "128x128"}])
+def test_blocks_that_the_size_is_no_multiple_of(strategy: dict[str, Any]) -> None:
+    """The last block is a small one: dividing the size by the number of blocks gives other ones."""
+    weight, scale = torch.randn(192, 320).to(torch.float8_e4m3fn), torch.rand(2, 3) + 0.5
+    spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:192, :320]
+    config = {"config_groups": {"group_0": {"weights": {"num_bits": 8, "strategy": "block", **strategy}}}}
+    tensors = {"weight": weight, "weight_scale": scale}
+    assert torch.equal(_dequantize_compressed_tensors(tensors, config), weight.float() * spread)
+    channels = {"weight": weight, "weight_scale": scale.flatten()[:1].expand(192, 1)}  # another group's layer
+    assert torch.equal(_dequantize_compressed_tensors(channels, config), weight.float() * scale[0, 0])

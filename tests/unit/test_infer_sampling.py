@@ -151,7 +151,7 @@ def test_output_that_is_not_finite_is_an_error_of_its_row() -> None:
 class Bytes:
     """A tokenizer whose tokens are bytes of UTF-8."""
 
-    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True, **_: Any) -> str:
         return bytes(tokens).decode("utf-8", errors="replace")
 
 
@@ -162,7 +162,7 @@ class Pieces:
         self.errors = "each" if one_each else "replace"
         self.longest = 0
 
-    def decode(self, tokens: list[bytes], skip_special_tokens: bool) -> str:
+    def decode(self, tokens: list[bytes], skip_special_tokens: bool, **_: Any) -> str:
         self.longest = max(self.longest, len(tokens))
         return b"".join(tokens).decode("utf-8", self.errors)
 
@@ -201,10 +201,21 @@ def test_a_byte_said_for_ever_is_not_decoded_from_the_start() -> None:
     assert decoder.longest <= 40
 
 
+def test_text_is_what_the_tokens_say_and_not_cleaned_up() -> None:
+    """A tokenizer's config may ask for that: the space before a full stop would come and go as text streams."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    words = ["a", "Ġ.", "Ġn't", "b"]
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, "a"))
+    model.decoder = tokenizers.decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=model, clean_up_tokenization_spaces=True)
+    stream = IncrementalDetokenizer(fast, (), include_stop=False, skip_special_tokens=True)
+    assert "".join(stream.append(token)[0] for token in range(4)) + stream.flush() == "a . n'tb"
+
+
 class Spaces:
     """A tokenizer whose tokens are words with a space in front, which the first one loses."""
 
-    def decode(self, tokens: list[str], skip_special_tokens: bool = True) -> str:
+    def decode(self, tokens: list[str], skip_special_tokens: bool = True, **_: Any) -> str:
         return "".join(tokens).removeprefix(" ")
 
 

@@ -144,6 +144,30 @@ def test_what_can_never_run_is_refused() -> None:
         load_engine(tiny_encoder("t5"), EngineConfig(weight_offload="cpu"))
 
 
+@pytest.mark.parametrize("heat", [0.0, 2.0])
+def test_tokens_that_the_generation_config_bans_are_not_said(heat: float) -> None:
+    """Marian's is that of the padding, which a model may say for ever."""
+    model = tiny_encoder("marian")
+    likely = greedy_generate(load_engine(model, OPTIONS), SOURCES[:1], 1)[0][0]
+    model.generation_config.bad_words_ids = [[likely], [129, 130], *([token] for token in range(40))]
+    model.generation_config.suppress_tokens = [*range(40, 80), 10**6]
+    engine = load_engine(model, OPTIONS)
+    for number, source in enumerate(SOURCES):
+        engine.add(Request(str(number), source, SamplingParams(temperature=heat, seed=1, max_tokens=10)))
+    # A bias that a request asks for goes before.
+    own = SamplingParams(temperature=0, max_tokens=10, logit_bias={likely: 100.0})
+    engine.add(Request("own", SOURCES[0], own))
+    said: dict[str, list[int]] = {}
+    while engine.has_work():
+        for output in engine.step():
+            said.setdefault(output.request_id, []).extend(output.token_ids)
+    assert said.pop("own") == [likely] * 10
+    assert not {likely, *range(80)} & {token for tokens in said.values() for token in tokens}
+    if heat == 0:
+        model.generation_config.suppress_tokens.pop()  # the engine alone leaves out what is no token
+        assert list(said.values()) == expected(model, SOURCES, 10)
+
+
 @pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
 def test_fewer_bits_give_nearly_the_same_logits(form: str) -> None:
     model = tiny_encoder("flan_t5")

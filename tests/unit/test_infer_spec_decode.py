@@ -30,9 +30,10 @@ def work(
     model: Any, speculate: int, seed: int, runner: str | None = None, draft: Any = None, num_requests: int = 7
 ) -> tuple[dict[Any, Any], Any]:
     """Serve a random load; return what every sequence got, and the engine's counters."""
+    cache_bytes = None if runner == "transformers" else 160 * 1024 if draft is None else 320 * 1024
     options = EngineConfig(
         dtype="fp32", max_num_seqs=5, max_model_len=100, max_num_batched_tokens=40, num_speculative_tokens=speculate,
-        kv_cache_bytes=160 * 1024 if draft is None else 320 * 1024, batch_invariant=runner is not None,
+        kv_cache_bytes=cache_bytes, batch_invariant=runner is not None,
     )  # fmt: skip
     engine = load_engine(model, options, runner=runner, draft_model=draft)
     generator = random.Random(seed)

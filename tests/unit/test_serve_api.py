@@ -10,7 +10,8 @@ import pytest
 
 from tests.serve_support import ServerThread, run_toy_server
 from tests.toy_engine import ToyTokenizer, expected_text
-from thalweg.serve.openai.requests import ChatTokenizer
+from thalweg.infer import ModelMetadata
+from thalweg.serve.openai.requests import ChatTokenizer, MiiRequest, mii_sampling_params
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +163,20 @@ def test_the_form_of_mii(server: ServerThread) -> None:
     assert server.request("POST", "/mii/other", {"prompts": prompts})[0] == 404
     short = server.request("POST", "/mii/toy", {"prompts": "abcd", "max_length": 9, "return_full_text": True})[1]
     assert short[0]["generated_length"] == 5 and short[0]["generated_text"].startswith("abcd")
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt", "model_length", "count"),
+    [
+        ({}, 24, 4096, 1000), ({}, 24, 512, 488), ({}, 2000, 4096, 1), ({"max_new_tokens": 3000}, 24, 4096, 3000),
+        ({"max_length": 2048}, 24, 4096, 2024), ({"max_length": 2048, "max_new_tokens": 7}, 24, 4096, 7),
+    ],
+)  # fmt: skip
+def test_miis_texts_end_where_miis_do(fields: dict[str, int], prompt: int, model_length: int, count: int) -> None:
+    """At 1024 tokens in all where nobody says how many."""
+    model_info = ModelMetadata("m", "causal", model_length, 256, "fp32")
+    request = MiiRequest.model_validate({"prompts": "x", **fields})
+    assert mii_sampling_params(request, prompt, model_info).max_tokens == count
 
 
 def test_the_form_of_mii_before_0_1(server: ServerThread) -> None:

@@ -129,8 +129,8 @@ class TrainingState:
                 self._load_state_dict(state.get(_KEY, {}), load_lr_scheduler)
                 self._known += [] if rewinds else [(directory, checkpoint.tag)]
             ranks = RankGroup.from_group(group)
-            own = checkpoint.per_rank(ranks.rank) if checkpoint.world_size == ranks.world_size else {}
-            return str(checkpoint.path), own.get("client_state", state.get("client_state", {}))
+            own = checkpoint.per_rank(ranks.rank) if checkpoint.world_size == ranks.world_size else None
+            return str(checkpoint.path), {**state, **(own or {})}.get("client_state", {})
 
     def rewind(self, reason: str) -> None:
         """Go back to the last checkpoint, for want of success to the one before, and on with the data that come next.

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from thalweg.infer.engine.engine import LLMEngine
 from thalweg.infer.parallel.executor import GroupEngine
-from thalweg.infer.types import Request, SamplingParams, collect_results
+from thalweg.infer.types import Request, SamplingParams, collect_results, to_token_tuple
 
 _HANDLED_ARGS = {"input_ids", "inputs", "attention_mask", "generation_config", "tokenizer", "use_cache"}
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
@@ -65,13 +65,7 @@ def _attention_mask(module: Any, config: Any, tokens: Tensor, mask: Any) -> Any:
     if mask is not None or pad is None or _is_encoder_decoder(module):
         return mask
     is_pad = tokens == pad
-    return None if pad in _eos_ids(eos_ids) or not is_pad.any() else ~is_pad
-
-
-def _eos_ids(eos_token_id: Any) -> tuple[int, ...]:
-    if eos_token_id is None:
-        return ()
-    return tuple(eos_token_id) if isinstance(eos_token_id, list | tuple) else (int(eos_token_id),)
+    return None if pad in to_token_tuple(eos_ids) or not is_pad.any() else ~is_pad
 
 
 def input_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -125,7 +119,7 @@ def generate(engine: LLMEngine | GroupEngine, module: Any, *args: Any, **kwargs:
     config, other_kwargs = _resolve_config(module, kwargs)
     tokens = input_ids(args, other_kwargs)
     mask = _attention_mask(module, config, tokens, other_kwargs.get("attention_mask"))
-    eos_ids = _eos_ids(config.eos_token_id)
+    eos_ids = to_token_tuple(config.eos_token_id)
     num_samples = getattr(config, "num_return_sequences", None) or 1
     alone = isinstance(engine, LLMEngine)
     decoder_start_ids = list(engine.decoder_start_ids) if alone else []

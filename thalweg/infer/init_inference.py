@@ -15,7 +15,7 @@ from thalweg.infer.config import DEEPSPEED_IGNORED_KEYS, EngineConfig, engine_op
 from thalweg.infer.diffusion import DiffusionEngine, is_pipeline, load_pipeline, parse_options
 from thalweg.infer.engine.engine import LLMEngine
 from thalweg.infer.hf_generate import generate, input_ids, unsupported_reason
-from thalweg.infer.loader.hf import get_model_kind, load_mmapped, load_model, load_tokenizer
+from thalweg.infer.loader.hf import get_model_kind, load_mmapped, load_model, load_tokenizer, to_local_folder
 from thalweg.infer.loader.load import load_engine
 from thalweg.infer.models import build_decoder_spec
 from thalweg.infer.parallel.executor import WorkerLoop, broadcast_result, start_worker
@@ -165,7 +165,7 @@ def init_inference(
     options = {key: value for key, value in options.items() if key in known}
     weights_id = model_path = None
     if isinstance(model, str | Path):
-        model_path = model
+        model = model_path = to_local_folder(model)
         device = options["device"] = str(resolve_device(options.get("device", "auto")))
         # Weights that are packed or offloaded come to the device from the host; else the engine uses the module's own.
         if options.get("quantization") or options.get("weight_offload"):

@@ -27,7 +27,10 @@ _UNSUPPORTED_SETTINGS = {
     "use_dora": (False, None), "bias": ("none", None), "lora_bias": (False, None),
     "layer_replication": (None,), "modules_to_save": (None, []), "trainable_token_indices": (None,),
     "target_parameters": (None, []), "alora_invocation_tokens": (None,),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
 }  # fmt: skip
+# For PiSSA, OLoRA and others that begin with a part of the model's own weights.
+_CONVERSION = "let peft's save_pretrained convert it, by path_initial_model_for_weight_conversion"
 
 
 class LoraManager:
@@ -69,9 +72,8 @@ def _load_adapter(name: str, folder: Path, model: nn.Module) -> dict[nn.Module, 
         raise ValueError(f"adapter {name}: peft_type is {config.get('peft_type')!r}; only LORA is known here")
     for key, allowed in _UNSUPPORTED_SETTINGS.items():
         if config.get(key, allowed[0]) not in allowed:
-            raise ValueError(
-                f"adapter {name}: {key} is {config[key]!r}, which is not supported; it may be {allowed[0]!r}"
-            )
+            cure = _CONVERSION if key == "init_lora_weights" else f"it may be {allowed[0]!r}"
+            raise ValueError(f"adapter {name}: {key} is {config[key]!r}, which is not supported; {cure}")
     matrices: dict[str, dict[str, Tensor]] = {}
     for key, tensor in load_file(file).items():
         base_weight = parameters.get(key.removeprefix(_PEFT_PREFIX).replace(".base_layer.", "."))

@@ -161,6 +161,11 @@ def to_token_ids(prompt: Any) -> list[int]:
         ) from None
 
 
+def to_token_tuple(ids: Any) -> tuple[int, ...]:
+    """Return the tokens of a setting that may be None, a token, or several."""
+    return () if ids is None else tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+
+
 def check_prompt(prompt: Sequence[int], vocab_size: int) -> None:
     """Raise ValueError for a prompt that is empty or has tokens that the model has not."""
     if not prompt:

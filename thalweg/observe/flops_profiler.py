@@ -17,6 +17,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from thalweg.utils.log import get_logger
+
+_log = get_logger(__name__)
+
 
 class FlopsProfiler:
     """Counts what a model does between :meth:`start_profile` and :meth:`stop_profile`.
@@ -115,10 +119,14 @@ class FlopsProfiler:
                 f"{number_to_string(flops, 'FLOPs')}, {self._seconds[module] * 1e3:.2f} ms"
             )
         text = "\n".join(lines) + "\n"
-        if output_file is None:
+        if not output_file:
             sys.stdout.write(text)
-        else:
+            return
+        try:
+            Path(output_file).parent.mkdir(parents=True, exist_ok=True)
             Path(output_file).write_text(text)
+        except OSError as error:
+            _log.warning("no profile was written: %s", error)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         """Print the whole of it in one line."""

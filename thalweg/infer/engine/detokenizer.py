@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 _REPLACEMENT_CHAR = "\ufffd"  # what a decoder puts in the place of bytes that are no character (yet)
@@ -31,8 +32,10 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool,
         prompt_tokens: Sequence[int] = (),
     ) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._include_stop, self._skip_special_tokens = include_stop, skip_special_tokens
+        # Without a cleaning up, by which text that has gone out would change with the next token.
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        self._decode: Callable[[Sequence[int]], str] = partial(tokenizer.decode, **options)
+        self._stop, self._include_stop = tuple(stop), include_stop
         self._tokens = list(prompt_tokens[-_MAX_INCOMPLETE - 1 :])
         try:
             if self._decode(self._tokens).endswith(_REPLACEMENT_CHAR):
@@ -67,9 +70,6 @@ class IncrementalDetokenizer:
         """Return what was held back."""
         text, self._pending = self._pending, ""
         return text + self._decode_new(final=True)
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special_tokens)
 
     def _decode_new(self, final: bool = False) -> str:
         """Decode the tokens since the last whole character, next to a few before them."""

@@ -39,16 +39,15 @@ class Pooling:
         return F.normalize(vector, dim=0) if self.normalize else vector
 
 
-def load_pooling(folder: str | Path | None, options: EngineConfig) -> Pooling:
+def load_pooling(folder: Path | None, options: EngineConfig) -> Pooling:
     """Return what the options ask for, or else what a sentence encoder's directory says, or else plain means.
 
     Raises ValueError for a step after the pooling that is none of ours.
     """
     pooling = Pooling()
-    modules = None if folder is None else Path(folder) / "modules.json"
-    if modules is not None and modules.is_file():
-        for module in json.loads(modules.read_text(encoding="utf-8")):
-            kind, path = str(module["type"]).rsplit(".", 1)[-1], Path(folder or "") / module["path"]
+    if folder is not None and (folder / "modules.json").is_file():
+        for module in json.loads((folder / "modules.json").read_text(encoding="utf-8")):
+            kind, path = str(module["type"]).rsplit(".", 1)[-1], folder / module["path"]
             if kind == "Pooling":
                 pooling = Pooling(_pooling_mode(json.loads((path / "config.json").read_text(encoding="utf-8"))))
             elif kind == "Normalize":

@@ -33,9 +33,10 @@ log = get_logger(__name__)
 class LLMEngine(infer_types.EngineCore):
     """An :class:`~thalweg.infer.types.EngineCore` around a runner.
 
-    ``decoder_start_ids``: the first decoder tokens of an encoder-decoder model.  ``proposer``: where draft tokens come
-    from, by default prompt lookup (:class:`NgramProposer`).  ``limits``: the :class:`.scheduler.Scheduler`'s, how many
-    sequences, tokens and draft tokens of each sequence make up a step.
+    ``decoder_start_ids``: the first decoder tokens of an encoder-decoder model.  ``banned_token_ids``: what no request
+    says unless its ``logit_bias`` names it.  ``proposer``: where draft tokens come from, by default prompt lookup
+    (:class:`NgramProposer`).  ``limits``: the :class:`.scheduler.Scheduler`'s, how many sequences, tokens and draft
+    tokens of each sequence make up a step.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class LLMEngine(infer_types.EngineCore):
         prefix_cache: bool = True,
         grammar_compiler: Any = None,
         decoder_start_ids: tuple[int, ...] = (),
+        banned_token_ids: Iterable[int] = (),
         proposer: Proposer | None = None,
         **limits: int,
     ) -> None:
@@ -57,6 +59,7 @@ class LLMEngine(infer_types.EngineCore):
             self._block_pool, runner.free_slot, proposer=self._proposer, adapter_names=metadata.adapters, **limits
         )
         self._grammar_compiler, self.decoder_start_ids = grammar_compiler, decoder_start_ids
+        self._bans = dict.fromkeys(banned_token_ids, -100.0)
         self._requests: dict[str, list[Sequence]] = {}
         self._num_arrivals = 0
         self._counters: Counter[str] = Counter()
@@ -102,6 +105,9 @@ class LLMEngine(infer_types.EngineCore):
         request = replace(request, prompt=infer_types.to_token_ids(request.prompt))
         self._check_request(request)
         params = request.params
+        if self._bans:
+            params = replace(params, logit_bias={**self._bans, **params.logit_bias})
+            request = replace(request, params=params)
         num_initial_tokens = len(self.decoder_start_ids) or len(request.prompt)
         capacity = min(self.metadata.max_length, self._kv_token_capacity(request))
         max_length = min(capacity, num_initial_tokens + (params.max_tokens or capacity))

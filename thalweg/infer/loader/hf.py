@@ -21,6 +21,27 @@ from thalweg.utils.hub import check_model_path
 ModelKind = Literal["causal", "seq2seq", "encoder"]
 
 
+# What a directory says of its model, and tokenizers in all their forms.
+_HUB_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
+
+
+def to_local_folder(model: str | Path) -> Path:
+    """Return the directory of a model: of a name on the hub, where the hub's cache has it, or has it now.
+
+    Raises FileNotFoundError or ValueError with the cure where there is no such model.
+    """
+    check_model_path(model)
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        for weights in ("*.safetensors", "pytorch_model*.bin"):  # the second form where there is no first
+            if not any(folder.glob("*.safetensors")):
+                wanted = [*_HUB_FILES, weights]  # but for Mistral's own copy of the weights
+                folder = Path(snapshot_download(str(model), allow_patterns=wanted, ignore_patterns="consolidated*"))
+    return folder
+
+
 def load_tokenizer(model: str | Path, options: EngineConfig) -> Any:
     """Return the directory's tokenizer, or None where it has none."""
     from transformers import AutoTokenizer
@@ -70,7 +91,7 @@ def load_model(model: str | Path, options: EngineConfig) -> Any:
     """Load a model that generates, or an encoder, in the dtype and onto the device of the options."""
     import transformers
 
-    check_model_path(model)
+    model = to_local_folder(model)
     trust_remote_code = options.trust_remote_code
     dtype: Any = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
     config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
@@ -80,9 +101,9 @@ def load_model(model: str | Path, options: EngineConfig) -> Any:
         "seq2seq": transformers.AutoModelForSeq2SeqLM,
         "encoder": transformers.AutoModelForTextEncoding if config.model_type in _T5_LIKE else transformers.AutoModel,
     }[kind]
-    if is_supported(config) and Path(model).is_dir():
+    if is_supported(config):
         compute_dtype = dtype if isinstance(dtype, torch.dtype) else getattr(config, "dtype", None) or torch.bfloat16
-        loaded = load_quantized(auto_class, Path(model), config, compute_dtype, trust_remote_code)
+        loaded = load_quantized(auto_class, model, config, compute_dtype, trust_remote_code)
         return loaded.to(options.device).eval()
     try:
         loaded, loading_info = with_bottleneck_adapters(auto_class, config).from_pretrained(
@@ -94,7 +115,7 @@ def load_model(model: str | Path, options: EngineConfig) -> Any:
             raise ValueError(f"{model}: its weights are quantised by {get_quant_method(config)}: {error}") from error
         if isinstance(error, ImportError):
             raise
-        raise ValueError(f"{model}: {_find_corrupt_file(Path(model)) or f'{type(error).__name__} {error}'}") from error
+        raise ValueError(f"{model}: {_find_corrupt_file(model) or f'{type(error).__name__} {error}'}") from error
     check_all_loaded(model, loading_info)
     return loaded.to(options.device).eval()
 
@@ -105,17 +126,14 @@ _LOAD_ERRORS = (SafetensorError, KeyError, TypeError, AttributeError, json.JSOND
 
 def _find_corrupt_file(folder: Path) -> str:
     """Return which of a directory's files cannot be read, or an empty text."""
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in (*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.index.json"))):
         try:
-            with safe_open(path, "pt"):
-                pass
-        except (SafetensorError, OSError) as error:
+            if path.suffix == ".safetensors":
+                safe_open(path, "pt")  # reads its header
+            else:
+                json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             return f"{path.name} is damaged ({error}): download or save it again"
-    for path in sorted(folder.glob("*.index.json")):
-        try:
-            json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError):
-            return f"{path.name} is damaged: download or save it again"
     return ""
 
 
@@ -128,9 +146,10 @@ def load_mmapped(model: str | Path, options: EngineConfig) -> tuple[Any, Any]:
     The parameters keep the files' dtypes; reading them takes page cache, never memory of this process.  A
     model without such files is loaded, and has no digest.
     """
-    files = sorted(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
+    folder = to_local_folder(model)
+    files = sorted(folder.glob("*.safetensors"))
     if not files:
-        return load_model(model, replace(options, device="cpu")), None
+        return load_model(folder, replace(options, device="cpu")), None
     # In their own dtype, Hugging Face's loader takes tensors as the mapped files give them.
-    loaded = load_model(model, replace(options, dtype="auto", device="cpu"))
-    return loaded, content_digest([*files, Path(model) / "config.json"])
+    loaded = load_model(folder, replace(options, dtype="auto", device="cpu"))
+    return loaded, content_digest([*files, folder / "config.json"])

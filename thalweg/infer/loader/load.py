@@ -23,7 +23,7 @@ from thalweg.infer.config import EngineConfig
 from thalweg.infer.engine.embedding import MAX_NUM_SEQS, EmbeddingEngine, load_pooling
 from thalweg.infer.engine.engine import LLMEngine
 from thalweg.infer.engine.structured_output import make_grammar_compiler
-from thalweg.infer.loader.hf import ModelKind, get_model_kind, load_mmapped, load_model, load_tokenizer
+from thalweg.infer.loader.hf import ModelKind, get_model_kind, load_mmapped, load_model, load_tokenizer, to_local_folder
 from thalweg.infer.lora import LoraManager
 from thalweg.infer.models import build_decoder_spec, build_encoder_spec
 from thalweg.infer.models.spec import DecoderSpec, EncoderSpec, MoESpec, UnsupportedModelError, get_max_model_len
@@ -34,7 +34,7 @@ from thalweg.infer.runners.cpu_runner import CpuRunner
 from thalweg.infer.runners.torch_runner import TorchEncoder, TorchRunner
 from thalweg.infer.runners.transformers_runner import TransformersEncoder, TransformersRunner
 from thalweg.infer.spec_decode.draft_model import DraftModelProposer
-from thalweg.infer.types import ModelMetadata
+from thalweg.infer.types import ModelMetadata, to_token_tuple
 from thalweg.ops import cpu_kernels
 from thalweg.utils.log import get_logger
 
@@ -72,8 +72,9 @@ def load_engine(
     if options.num_ranks > 1 and workers is None:
         return _load_with_workers(model, options, tokenizer, runner)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
-    folder, loaded_id = None if isinstance(model, nn.Module) else model, weights_id
+    folder, loaded_id = None, weights_id
     if not isinstance(model, nn.Module):
+        model = folder = to_local_folder(model)
         tokenizer = tokenizer or load_tokenizer(model, options)
         if options.weight_offload or workers is not None:
             model, loaded_id = load_mmapped(model, options)
@@ -121,6 +122,7 @@ def load_engine(
         proposer=proposer,
         grammar_compiler=make_grammar_compiler(tokenizer, metadata),
         decoder_start_ids=_decoder_start_ids(model) if kind == "seq2seq" else (),
+        banned_token_ids=_banned_token_ids(model, metadata),
     )
 
 
@@ -140,13 +142,14 @@ def _load_with_workers(model: Any, options: EngineConfig, tokenizer: Any, runner
     with tempfile.TemporaryDirectory(prefix="thalweg-infer-") as folder:
         if isinstance(model, nn.Module):
             model.save_pretrained(folder)  # type: ignore[operator]
-        workers = spawn_workers(folder if isinstance(model, nn.Module) else model, options)
+        workers = spawn_workers(folder if isinstance(model, nn.Module) else to_local_folder(model), options)
         return load_engine(model, options, tokenizer, runner=runner, workers=workers)
 
 
 def _make_metadata(model: Any, options: EngineConfig, name: str, kind: ModelKind, max_length: int) -> ModelMetadata:
     vocab_size = model.config.get_text_config().vocab_size
     is_fp16, weight_format = options.dtype == "fp16", get_weight_format(options)
+    eos_ids = to_token_tuple(_generation_setting(model, "eos_token_id"))
     return ModelMetadata(
         name=name,
         kind=kind,
@@ -154,7 +157,7 @@ def _make_metadata(model: Any, options: EngineConfig, name: str, kind: ModelKind
         vocab_size=vocab_size,
         dtype="fp32" if weight_format == "fp32" else "fp16" if is_fp16 else "bf16",
         quantize=options.quantization,
-        eos_token_ids=tuple(token for token in _eos_token_ids(model) if 0 <= token < vocab_size),
+        eos_token_ids=tuple(token for token in eos_ids if 0 <= token < vocab_size),
         bos_token_id=getattr(model.config, "bos_token_id", None),
         pad_token_id=getattr(model.config, "pad_token_id", None),
         adapters=tuple(options.lora_adapters),
@@ -384,21 +387,26 @@ def _make_proposer(
     )
 
 
+def _generation_setting(model: Any, *names: str) -> Any:
+    """Return the first of these that a model's generation config or config sets, or None."""
+    configs = [getattr(model, "generation_config", None), model.config]
+    values = (getattr(config, name, None) for name in names for config in configs)
+    return next((value for value in values if value is not None), None)
+
+
 def _decoder_start_ids(model: Any) -> tuple[int, ...]:
     """Return the first decoder tokens of an encoder-decoder model."""
-    configs = [getattr(model, "generation_config", None), model.config]
-    ids = []
-    for names in (("decoder_start_token_id", "bos_token_id"), ("forced_bos_token_id",)):
-        values = [getattr(holder, name, None) for name in names for holder in configs]
-        ids += [int(token) for token in values if token is not None][:1]
+    start = _generation_setting(model, "decoder_start_token_id", "bos_token_id")
+    ids = [int(token) for token in (start, _generation_setting(model, "forced_bos_token_id")) if token is not None]
     if not ids:
         raise ValueError("the model's config has no decoder_start_token_id: set it")
     return tuple(ids)
 
 
-def _eos_token_ids(model: Any) -> tuple[int, ...]:
-    for config in (getattr(model, "generation_config", None), model.config):
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list | tuple) else (ids,)
-    return ()
+def _banned_token_ids(model: Any, metadata: ModelMetadata) -> list[int]:
+    """Return the tokens that a model never says, wherever it is; words of several are not among them."""
+    words = _generation_setting(model, "bad_words_ids") or []
+    # As for Hugging Face's code an end is no bad word.
+    tokens = [word[0] for word in words if len(word) == 1 and word[0] not in metadata.eos_token_ids]
+    tokens += _generation_setting(model, "suppress_tokens") or []
+    return [token for token in tokens if 0 <= token < metadata.vocab_size]

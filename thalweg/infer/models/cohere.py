@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from thalweg.infer.models.llama import build_llama_like, scale_norm
+from thalweg.infer.models.llama import build_llama_like
 from thalweg.infer.models.spec import DecoderSpec, UnsupportedModelError, build_layer_norm
 
 
@@ -12,5 +12,5 @@ def build_decoder(model: Any) -> DecoderSpec:
     """Describe the model."""
     if model.config.use_qk_norm:
         raise UnsupportedModelError("Cohere with layer norms on queries and keys")
-    norm = scale_norm(build_layer_norm(model.model.norm), float(model.config.logit_scale))
-    return build_llama_like(model, build_layer_norm, final_norm=norm, parallel=True, interleaved=True)
+    scale = float(model.config.logit_scale)
+    return build_llama_like(model, build_layer_norm, logit_scale=scale, parallel=True, interleaved=True)

@@ -20,24 +20,24 @@ NormBuilder = Callable[[Any], NormSpec]
 
 def build_decoder(model: Any) -> DecoderSpec:
     """Describe the model."""
-    c, spec = model.config, build_llama_like(model)
+    c = model.config
     if c.model_type != "granite":
-        return spec
-    norm = scale_norm(specs.build_norm(model.model.norm), 1 / c.logits_scaling)
-    return replace(spec, final_norm=norm, embed_scale=float(c.embedding_multiplier))
+        return build_llama_like(model)
+    spec = build_llama_like(model, logit_scale=1 / c.logits_scaling)
+    return replace(spec, embed_scale=float(c.embedding_multiplier))
 
 
 def build_llama_like(
     model: Any,
     build_norm: NormBuilder = specs.build_norm,
     *,
-    final_norm: NormSpec | None = None,
+    logit_scale: float = 1.0,
     parallel: bool = False,
     interleaved: bool = False,
 ) -> DecoderSpec:
     """Return the decoder of a model whose modules are named as Llama's.
 
-    ``final_norm``: by default ``model.model.norm``.  ``parallel``: attention and MLP read the same normalised x.
+    ``logit_scale``: what logits are multiplied by.  ``parallel``: attention and MLP read the same normalised x.
     ``interleaved``: neighbouring dims are rotated.
     """
     c, m = model.config, model.model
@@ -52,7 +52,11 @@ def build_llama_like(
         first = build_norm(block.input_layernorm)
         second = first if parallel else build_norm(block.post_attention_layernorm)
         layers.append(specs.DecoderLayerSpec(first, attention, inner, second, parallel_residual=parallel))
-    return specs.assemble_decoder(model, layers, final_norm or build_norm(m.norm))
+    norm = build_norm(m.norm)
+    if logit_scale != 1.0:  # in the norm, where it costs nothing and the head's weight stays the model's own
+        bias = None if norm.bias is None else norm.bias.float() * logit_scale
+        norm = replace(norm, weight=norm.weight.float() * logit_scale, bias=bias)
+    return specs.assemble_decoder(model, layers, norm, final_norm_scale=logit_scale)
 
 
 def build_self_attention(
@@ -70,12 +74,6 @@ def build_self_attention(
         rope=rope if getattr(a, "use_rope", True) else None, q_norm=q_norm, k_norm=k_norm,
         sliding_window=get_sliding_window(a, c),
     )  # fmt: skip
-
-
-def scale_norm(norm: NormSpec, factor: float) -> NormSpec:
-    """Return a norm whose result is multiplied by a factor."""
-    bias = None if norm.bias is None else norm.bias.float() * factor
-    return replace(norm, weight=norm.weight.float() * factor, bias=bias)
 
 
 def scale_linear(layer: LinearSpec, factor: float) -> LinearSpec:

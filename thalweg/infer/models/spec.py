@@ -269,6 +269,8 @@ class DecoderSpec(_StackSpec):
     """A causal language model, or the decoder of a model with an ``encoder``."""
 
     lm_head: LinearSpec
+    # What ``final_norm`` multiplies by on behalf of the logits: the model's own last states are without it.
+    final_norm_scale: float = 1.0
     logit_softcap: float = 0.0
     encoder: EncoderSpec | None = None
 

@@ -16,12 +16,10 @@ _DEFAULT_MAX_LENGTH = 512  # what these models were trained on; nothing in them 
 def build_decoder(model: Any) -> DecoderSpec:
     """Describe the model."""
     c, stack = model.config, model.decoder
-    width = model.lm_head.weight.shape[1]
-    norm = build_rms_norm(stack.final_layer_norm)
+    norm, head = build_rms_norm(stack.final_layer_norm), build_linear(model.lm_head)
     # T5 1.0, whose head is the embedding, scales the states before it
     if c.model_type != "mt5" and getattr(c, "scale_decoder_outputs", c.tie_word_embeddings):
-        norm = specs.NormSpec("rms", norm.weight.float() * width**-0.5, None, norm.eps)
-    head = build_linear(model.lm_head)
+        norm = specs.NormSpec("rms", norm.weight.float() * head.in_features**-0.5, None, norm.eps)
     return DecoderSpec(**_build_stack(stack, c), final_norm=norm, lm_head=head, encoder=build_encoder(model))
 
 

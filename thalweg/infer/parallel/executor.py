@@ -32,12 +32,7 @@ from thalweg.infer.loader.hf import load_mmapped
 from thalweg.infer.models import build_decoder_spec
 from thalweg.infer.models.spec import DecoderSpec
 from thalweg.infer.parallel.communicator import StageCommunicator
-from thalweg.infer.parallel.process_group import (
-    LOOPBACK,
-    InferenceGroup,
-    WorkerDiedError,
-    connect_by_store,
-)
+from thalweg.infer.parallel.process_group import LOOPBACK, InferenceGroup, WorkerDiedError, connect_by_store
 from thalweg.infer.parallel.shard import shard_for_rank
 from thalweg.infer.parallel.shm_comm import ShmCommunicator
 from thalweg.infer.precision import get_kv_cache_dtype, get_weight_format

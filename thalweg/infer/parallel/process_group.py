@@ -66,12 +66,7 @@ class InferenceGroup:
     """
 
     def __init__(
-        self,
-        connect: Callable[[InferenceGroup], tuple[Any, Any]],
-        rank: int,
-        num_ranks: int,
-        *,
-        num_threads: int = 0,
+        self, connect: Callable[[InferenceGroup], tuple[Any, Any]], rank: int, num_ranks: int, *, num_threads: int = 0
     ) -> None:
         self.rank, self.num_ranks, self.num_threads = rank, num_ranks, num_threads
         # Those that this rank has started, for ranks 1 and on.

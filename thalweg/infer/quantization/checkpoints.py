@@ -18,7 +18,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ def load_quantized(auto: Any, folder: Path, config: Any, dtype: torch.dtype, tru
 
     Raises ValueError where the files are not what the config says.
     """
+    import transformers
+
     quant_config, method = _get_quant_config(config), get_quant_method(config)
     assert quant_config is not None and method is not None, "only for a model whose config tells of a quantisation"
     (marker, dequantize), files = _DEQUANTIZERS[method], sorted(folder.glob("*.safetensors"))
@@ -85,6 +88,8 @@ def load_quantized(auto: Any, folder: Path, config: Any, dtype: torch.dtype, tru
         None, config=unquantised, state_dict=dequantized, dtype=dtype, output_loading_info=True
     )
     check_all_loaded(folder, loading_info)
+    if (folder / "generation_config.json").is_file():  # which the library reads where it has a folder
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model
 
 
@@ -171,9 +176,12 @@ def _dequantize_compressed_tensors(tensors: TensorMap, quant_config: Mapping[str
     group = tensors.get("weight_g_idx")
     if group is not None and group.numel() == weight.shape[1] and int(group.min()) >= 0:
         scale, zero = scale[:, group.long()], None if zero is None else zero[:, group.long()]
+    groups = quant_config.get("config_groups", {}).values()
+    structures = [g["weights"].get("block_structure") for g in groups if g.get("weights")]
+    block = re.findall(r"\d+", str(next(filter(None, structures), "")))  # [128, 128], in older files "128x128"
     if zero is not None:
-        weight = weight - _expand_scale(zero.float(), weight)
-    return weight * _expand_scale(scale, weight)
+        weight = weight - _expand_scale(zero.float(), weight, block)
+    return weight * _expand_scale(scale, weight, block)
 
 
 def _infer_bits(quant_config: Mapping[str, Any], out_features: int, in_features: int, words: Tensor) -> int:
@@ -185,8 +193,11 @@ def _infer_bits(quant_config: Mapping[str, Any], out_features: int, in_features:
     raise ValueError(f"{tuple(words.shape)} words do not hold {out_features} x {in_features} numbers of {named} bits")
 
 
-def _expand_scale(scale: Tensor, weight: Tensor) -> Tensor:
-    """Return scales of blocks (of all, of rows, of groups of columns) as wide as the weight."""
+def _expand_scale(scale: Tensor, weight: Tensor, block: Sequence[Any] = ()) -> Tensor:
+    """Return scales of blocks (of all, of rows, of groups of columns) as wide as the weight.
+
+    ``block``: outputs and inputs of a block, where they are known: the last one may be smaller than the others.
+    """
     if scale.numel() == 1:
         return scale.reshape(1, 1)
     if scale.dim() == 1:
@@ -194,7 +205,11 @@ def _expand_scale(scale: Tensor, weight: Tensor) -> Tensor:
     for dim in (0, 1):
         size, count = weight.shape[dim], scale.shape[dim]
         if count not in (1, size):
-            each = -(-size // count)
+            each = size // count
+            if block and -(-size // int(block[dim])) == count:
+                each = int(block[dim])
+            elif size % count:
+                raise ValueError(f"{count} scales do not divide {size} numbers into blocks of one size")
             scale = scale.repeat_interleave(each, dim).narrow(dim, 0, size)
     return scale
 
@@ -205,12 +220,8 @@ def _dequantize_fp8(tensors: TensorMap, quant_config: Mapping[str, Any]) -> Tens
     inverse = tensors.get("weight_scale_inv", tensors.get("weight_scale"))
     if inverse is None:
         raise KeyError("weight_scale_inv")
-    block = quant_config.get("weight_block_size")
     values = tensors["weight"].float()
-    if not block or inverse.numel() == 1:
-        return values * _expand_scale(inverse.float(), values)
-    scale = inverse.float().repeat_interleave(int(block[0]), 0).repeat_interleave(int(block[1]), 1)
-    return values * scale[: values.shape[0], : values.shape[1]]
+    return values * _expand_scale(inverse.float(), values, quant_config.get("weight_block_size") or ())
 
 
 def _dequantize_bitsandbytes(tensors: TensorMap, quant_config: Mapping[str, Any]) -> Tensor | None:

@@ -110,6 +110,8 @@ def save_quantized(model: Any, folder: str | Path, bits: int = 8, group_size: in
     (path / "config.json").write_text(
         json.dumps(config, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8"
     )
+    if model.can_generate():
+        model.generation_config.save_pretrained(path)
     return path
 
 

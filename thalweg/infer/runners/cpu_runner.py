@@ -104,7 +104,7 @@ class CpuRunner(ModelRunner):
         result = self._program.logits[:count, : self._spec.vocab_size]
         if batch.wants_hidden_states:
             states = self._program.final if comm is None or comm.is_last_stage else self._program.out
-            result = states[:count, : self._spec.hidden_size]
+            result = states[:count, : self._spec.hidden_size] / self._spec.final_norm_scale
         if comm is not None:
             result = comm.return_result(result)
         if self._spec.logit_softcap and not batch.wants_hidden_states:

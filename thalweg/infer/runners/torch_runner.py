@@ -647,7 +647,7 @@ class TorchRunner(TorchLayers, base.ModelRunner):
         if comm is not None and not is_last_stage:
             comm.send_activations(x)
         if batch.wants_hidden_states:
-            result = self._norm(d.final_norm, x).float()
+            result = self._norm(d.final_norm, x).float() / d.final_norm_scale
         elif is_last_stage:
             result = self._logits(x, step)
         else:

@@ -49,10 +49,9 @@ class TransformersRunner(ModelRunner):
     @staticmethod
     def supports(spec: DecoderSpec | None, config: EngineConfig) -> str | None:
         """Return why the model's own code cannot do what the config asks, or None."""
-        if config.weight_offload:
-            return "weight_offload needs a described model"
-        if config.lora_adapters:
-            return "lora_adapters need a described model"
+        for name in ("weight_offload", "lora_adapters", "kv_cache_bytes"):  # its cache grows as the model lets it
+            if getattr(config, name):
+                return f"{name} needs a described model"
         if config.kv_cache_dtype in ("int8", "fp8"):
             return f"a cache in {config.kv_cache_dtype} needs a described model"
         return None

@@ -680,7 +680,9 @@ def mii_sampling_params(request: MiiRequest, num_prompt_tokens: int, model_info:
     """Return the parameters of a request in MII's form; ``max_length`` counts the prompt and takes precedence."""
     # Of a model that listens, what it begins with.
     num_initial_tokens = 1 if model_info.kind == "seq2seq" else num_prompt_tokens
-    num_available = min(request.max_length or model_info.max_length, model_info.max_length) - num_initial_tokens
+    # Where nothing is said 1024 in all, as MII has it, and one more than a prompt that is longer.
+    default = max(1024, num_initial_tokens + 1) if request.max_new_tokens is None else model_info.max_length
+    num_available = min(request.max_length or default, model_info.max_length) - num_initial_tokens
     max_tokens = num_available if request.max_new_tokens is None else min(request.max_new_tokens, num_available)
     if num_available < 1:
         raise BadRequest(

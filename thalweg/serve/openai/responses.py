@@ -328,7 +328,8 @@ class Completion(_OpenAIAnswer):
         if isinstance(prompt, str):
             return prompt
         tokenizer = self._tokenizer.hf_tokenizer
-        return tokenizer.decode(self._prompts[index]) if tokenizer is not None else ""
+        tokens = self._prompts[index]
+        return "" if tokenizer is None else tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
 
     def _logprobs(
         self, entries: Iterable[TokenLogprob | None], offset: int, tokens: Sequence[int] = ()
