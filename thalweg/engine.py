@@ -90,19 +90,9 @@ def initialize(
     if mpu is not None:
         raise ValueError("mpu= is not needed: the axes follow from the config; leave it out")
     source = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c), None)
-    engine, loader = build_engine(
-        Engine,
-        source,
-        model,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        training_data=training_data,
-        lr_scheduler=lr_scheduler,
-        distributed_port=distributed_port,
-        dist_init_required=dist_init_required,
-        collate_fn=collate_fn,
-        mesh=mesh,
-    )
+    user_args = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
+    start = {"distributed_port": distributed_port, "dist_init_required": dist_init_required}
+    engine, loader = build_engine(Engine, source, model, training_data, collate_fn, mesh, start, **user_args)
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
@@ -110,17 +100,16 @@ def build_engine(
     engine_class: type[EngineT],
     source: Any,
     model: nn.Module,
-    *,
-    optimizer: Any = None,
-    model_parameters: Any = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    distributed_port: int = 29500,
-    dist_init_required: bool | None = None,
-    collate_fn: Callable[..., Any] | None = None,
-    mesh: DeviceMesh | None = None,
+    training_data: Any,
+    collate_fn: Callable[..., Any] | None,
+    mesh: DeviceMesh | None,
+    start: Mapping[str, Any],
+    **user_args: Any,
 ) -> tuple[EngineT, Any]:
-    """An engine of this class and its data loader, from the config ``source``; see :func:`initialize`."""
+    """An engine of this class and its data loader, from the config ``source``; see :func:`initialize`.
+
+    ``start``: for ``init_distributed``; ``user_args``: optimizer, its parameters and schedule, for ``parallelize``.
+    """
     from thalweg.plan.runtime import fill_auto_for_job  # the plan is loaded by jobs, not by every import
 
     parsed, former_params = load(source), {}
@@ -130,17 +119,15 @@ def build_engine(
         former_params = unshard_model(model)
     warn_of_untried_torch(torch.__version__)
     parsed = take_batch_size(merge_model_settings(parsed, model), training_data)
-    start: dict[str, Any] = {"distributed_port": distributed_port, "dist_init_required": dist_init_required}
     rank_info = init_distributed(**start, device=parsed.device)
     device = pick_device(rank_info.local_rank, parsed.device, rank_info.local_world_size)
     meshes = build_meshes(device, mesh, parallel_dims_from_config(parsed))
-    parsed = fill_auto_for_job(parsed, model, meshes.fsdp, meshes.world_group, device, optimizer)
+    parsed = fill_auto_for_job(parsed, model, meshes.fsdp, meshes.world_group, device, user_args["optimizer"])
     resolved = resolve(parsed, world_size=meshes.world_size, model=get_model_info(model))
     if device.type == "cpu":
         configure_malloc(prefers_low_memory(resolved))
     dp_coords = (meshes.dp.get_local_rank(), meshes.dp.size())
     loader = build_engine_loader(training_data, resolved, *dp_coords, collate_fn, build_loader_splitter(model, meshes))
-    user_args = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
     with pause_recording():  # a caller may still be inside `with zero.Init():`
         components = parallelize(model, meshes, resolved, device, former_params=former_params, **user_args)
     engine = engine_class(components, resolved, loader)
@@ -280,11 +267,7 @@ class Engine(nn.Module):
         samples = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         self._counters.global_samples += samples * self._window.last_num_micro_batches
         if self._meter is not None:
-            scalars = {
-                "lr": self.get_lr()[0],
-                "grad_norm": result.grad_norm,
-                "loss_scale": self._loss_scale,
-            }
+            scalars = {"lr": self.get_lr()[0], "grad_norm": result.grad_norm, "loss_scale": self._loss_scale}
             phases = self._phase_timer.pop_seconds()
             self._meter.step(self.global_steps, skipped=result.skipped, phases=phases, **scalars)
         if self.global_steps == 1:

@@ -186,10 +186,8 @@ def build_meshes(
         _check_user_mesh(mesh, dims)
     if dims == ParallelDims():
         world = (dist.get_world_size(),)
-        fsdp = (
-            mesh[DATA_AXIS] if mesh is not None else init_device_mesh(device.type, world, mesh_dim_names=(DATA_AXIS,))
-        )
-        return ParallelMeshes(fsdp, fsdp)
+        dp = mesh[DATA_AXIS] if mesh is not None else init_device_mesh(device.type, world, mesh_dim_names=(DATA_AXIS,))
+        return ParallelMeshes(dp, dp)
     degree_by_key = {
         "pipeline.stages": dims.pp,
         "context_parallel_size": dims.cp,

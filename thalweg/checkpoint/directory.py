@@ -105,9 +105,7 @@ def list_checkpoints(io: FileSystem, directory: Path, *, ignore_read_errors: boo
     """
     names = list_if_there(io, directory)
     paths = [directory / name for name in names if not name.startswith(".") and name != LATEST]
-    entries = [
-        _read_entry(io, path, ignore_read_errors=ignore_read_errors) for path in paths if _is_checkpoint(io, path)
-    ]
+    entries = [_read_entry(io, one, ignore_read_errors=ignore_read_errors) for one in paths if _is_checkpoint(io, one)]
     return sorted(entries, key=_newest_first_key)
 
 

@@ -79,9 +79,8 @@ def _get_param_name(parameter: torch.Tensor, names: Mapping[int, str], group: in
     if name is None:
         where = "state" if group is None else f"group {group}"
         raise CheckpointMismatchError(
-            f"the optimiser's {where} has a parameter of shape {list(parameter.shape)} that is not among "
-            "the module's named_parameters(); build the optimiser over this module's parameters, and save "
-            "outside of a forward pass"
+            f"the optimiser's {where} has a parameter of shape {list(parameter.shape)} that is not among the module's "
+            "named_parameters(); build the optimiser over this module's parameters, and save outside of a forward pass"
         )
     return name
 

@@ -265,9 +265,8 @@ class Checkpoint:
                 problems.append(f"{name} has shape {list(tensor.shape)} here and {list(stored.shape)} there")
             elif DTYPES[stored.dtype] != tensor.dtype:
                 if not (DTYPES[stored.dtype].is_floating_point and tensor.dtype.is_floating_point):
-                    problems.append(
-                        f"{name} is {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)} here and {stored.dtype} there"
-                    )
+                    own = DTYPE_NAMES.get(tensor.dtype, tensor.dtype)
+                    problems.append(f"{name} is {own} here and {stored.dtype} there")
                 cast.append(name)
         if missing and strict:
             problems.append("not in the checkpoint: " + format_list([self._suggest_names(name) for name in missing]))

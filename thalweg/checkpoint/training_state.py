@@ -176,11 +176,9 @@ class TrainingState:
         """Load full tensors, or shards of this layout, into what this rank has of the model."""
         module, naming = self.components.module, self.components.param_naming
         if naming.group is not None:
-            local_names = {name for name in module.state_dict() if name not in naming.excluded}
-            selected = {
-                name: state_dict.get(name, state_dict.get(naming.canonical.get(name, name))) for name in local_names
-            }
-            missing = sorted(name for name in local_names if selected[name] is None)
+            names = {name for name in module.state_dict() if name not in naming.excluded}
+            selected = {name: state_dict.get(name, state_dict.get(naming.canonical.get(name, name))) for name in names}
+            missing = sorted(name for name in names if selected[name] is None)
             if strict and missing:
                 raise ValueError(f"the state dict lacks {', '.join(missing[:8])}: pass strict=False to go on")
             state_dict, strict = {name: v for name, v in selected.items() if v is not None}, False

@@ -44,10 +44,8 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "verify":
         report, lines = _verify(args.directory, args.tag)
     else:
-        with open_checkpoint(args.directory, args.tag) as checkpoint:
-            report, lines = (
-                _inspect(checkpoint, args.tensors) if args.action == "inspect" else _export(checkpoint, args)
-            )
+        with open_checkpoint(args.directory, args.tag) as saved:
+            report, lines = _inspect(saved, args.tensors) if args.action == "inspect" else _export(saved, args)
     print(json.dumps(report) if args.json else "\n".join(lines))
     return 0 if report.get("sound", True) else 1
 

@@ -22,14 +22,11 @@ from thalweg.utils.env import read_rank_info
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
-    parser.add_argument(
-        "file", nargs="?", metavar="FILE", help="JSON with comments, url-safe base64 of it, or - for standard input"
-    )
-    parser.add_argument(
-        "--world-size", type=int_at_least(1), metavar="N", help="ranks in all (else the launcher's, else 1)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the resolved config as one JSON object")
-    parser.add_argument("--reference", action="store_true", help="print every option there is, as Markdown")
+    add = parser.add_argument
+    add("file", nargs="?", metavar="FILE", help="JSON with comments, url-safe base64 of it, or - for standard input")
+    add("--world-size", type=int_at_least(1), metavar="N", help="ranks in all (else the launcher's, else 1)")
+    add("--json", action="store_true", help="print the resolved config as one JSON object")
+    add("--reference", action="store_true", help="print every option there is, as Markdown")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -36,18 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_model_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """The options that name the model, the config and the machines."""
-    parser.add_argument(
-        "--model", required=required, metavar="DIR_OR_CONFIG", help="folder with config.json, or that file"
-    )
-    parser.add_argument("--config", metavar="FILE", help="ds_config.json; without one, AdamW in bf16 at stage 0")
-    parser.add_argument("--nodes", dest="num_nodes", type=int, default=1, metavar="N", help="machines (1)")
-    parser.add_argument("--devices-per-node", type=int, default=1, metavar="M", help="ranks on each (1)")
-    parser.add_argument("--device", metavar="KIND", help="cpu, auto (what is here), or a name: h100, a100, l4, ...")
-    parser.add_argument("--device-memory", metavar="SIZE", help="of one device, as in 80GiB")
-    parser.add_argument("--host-memory", metavar="SIZE", help="of one machine, as in 512GiB")
-    parser.add_argument(
-        "--sequence-length", type=int_at_least(1), metavar="T", help="tokens (the model's longest, at most 1024)"
-    )
+    add = parser.add_argument
+    add("--model", required=required, metavar="DIR_OR_CONFIG", help="folder with config.json, or that file")
+    add("--config", metavar="FILE", help="ds_config.json; without one, AdamW in bf16 at stage 0")
+    add("--nodes", dest="num_nodes", type=int, default=1, metavar="N", help="machines (1)")
+    add("--devices-per-node", type=int, default=1, metavar="M", help="ranks on each (1)")
+    add("--device", metavar="KIND", help="cpu, auto (what is here), or a name: h100, a100, l4, ...")
+    add("--device-memory", metavar="SIZE", help="of one device, as in 80GiB")
+    add("--host-memory", metavar="SIZE", help="of one machine, as in 512GiB")
+    add("--sequence-length", type=int_at_least(1), metavar="T", help="tokens (the model's longest, at most 1024)")
 
 
 def check_parent_folder(option: str, file: str | Path | None) -> None:

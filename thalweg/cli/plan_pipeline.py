@@ -11,13 +11,8 @@ from typing import Any
 def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
     """The options of ``thalweg plan`` that are about a pipeline."""
     group = parser.add_argument_group("pipeline")
-    group.add_argument(
-        "--pipeline",
-        nargs="?",
-        const="",
-        metavar="FILE.svg",
-        help="draw the schedule of the config's pipeline instead of planning the run (to FILE.svg, too)",
-    )
+    drawn = "draw the schedule of the config's pipeline instead of planning the run (to FILE.svg, too)"
+    group.add_argument("--pipeline", nargs="?", const="", metavar="FILE.svg", help=drawn)
     group.add_argument("--stages", type=int, metavar="P", help="ranks of the pipeline, before the config's")
     group.add_argument("--schedule", metavar="NAME", help="gpipe, 1f1b, zb_h1, ..., or auto")
     group.add_argument("--micro-batches", type=int, metavar="M", help="of one step, before the config's")

@@ -241,9 +241,7 @@ def _validate_params(block: str, name: str, params: dict[str, Any], problems: li
         checked = model.model_validate(params)
     except ValidationError as error:
         # A parameter is wrong as a whole, whichever of its items is.
-        faults = [
-            {**fault, "loc": fault["loc"][:1]} for fault in error.errors(include_url=False, include_context=False)
-        ]
+        faults = [{**one, "loc": one["loc"][:1]} for one in error.errors(include_url=False, include_context=False)]
         _report_faults(faults, problems, model, f"{block}.params", f" of {name}")
         for fault in faults:
             params.pop(str(fault["loc"][0]), None)

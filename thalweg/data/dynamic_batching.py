@@ -126,9 +126,7 @@ def pad_collate(samples: list[Any]) -> Any:
 
     first = samples[0]
     if isinstance(first, Mapping):
-        return {
-            name: stack([sample[name] for sample in samples], IGNORE_INDEX if name == "labels" else 0) for name in first
-        }
+        return {name: stack([one[name] for one in samples], IGNORE_INDEX if name == "labels" else 0) for name in first}
     if isinstance(first, tuple):
         return tuple(stack(list(values), 0) for values in zip(*samples, strict=True))
     return stack(samples, 0)

@@ -48,10 +48,7 @@ class ShardedIterableDataset(IterableDataset):
     def __init__(
         self, dataset: Any, epoch_sampler: EpochSampler, start: int, collate_fn: Callable[[list[Any]], Any]
     ) -> None:
-        self._dataset = dataset
-        self._epoch_sampler = epoch_sampler
-        self._start = start
-        self._collate = collate_fn
+        self._dataset, self._epoch_sampler, self._start, self._collate = dataset, epoch_sampler, start, collate_fn
 
     def __iter__(self) -> Iterator[tuple[BatchSlice, Any]]:
         epoch_sampler = self._epoch_sampler
@@ -127,8 +124,7 @@ class StatefulLoader(PositionedLoader):
         **dataloader_options: Any,
     ) -> None:
         super().__init__()
-        self.dataset = dataset
-        self.epoch_sampler = epoch_sampler
+        self.dataset, self.epoch_sampler = dataset, epoch_sampler
         self.batch_size, self.drop_last = epoch_sampler.batch_size, epoch_sampler.drop_last
         self.collate_fn = default_collate if collate_fn is None else collate_fn
         self.last_sample_ids: list[int] = []

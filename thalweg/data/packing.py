@@ -56,11 +56,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             raise ValueError(f"tail must be 'pad' or 'drop', not {tail!r}")
         if separate and document_starts is None:
             raise ValueError("separate=True needs document_starts, the stream position of each document")
-        self.tokens = tokens
-        self.block_size = block_size
-        self.document_starts = document_starts
-        self.pad_id = pad_id
-        self.separate = separate
+        self.tokens, self.block_size, self.document_starts = tokens, block_size, document_starts
+        self.pad_id, self.separate = pad_id, separate
         self._num_blocks = -(-len(tokens) // block_size) if tail == "pad" else len(tokens) // block_size
         if not self._num_blocks:
             raise ValueError(

@@ -10,13 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from thalweg.data.loader import (
-    PositionedLoader,
-    StatefulLoader,
-    build_loader,
-    is_iterable_dataset,
-    warn_of_other_order,
-)
+from thalweg.data.loader import PositionedLoader, StatefulLoader, build_loader, is_iterable_dataset, warn_of_other_order
 from thalweg.data.sampler import EpochSampler
 
 _OPTIONS = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")

@@ -96,9 +96,8 @@ class InferenceEngine(nn.Module):
             # Nobody has asked for an end: the model's own code may go on where the engine's room ends.
             is_bounded = core is None or self.options.max_model_len is not None or self.options.num_ranks > 1
             max_length = 0 if core is None or is_bounded else core.metadata.max_length
-            reason = unsupported_reason(
-                module, args, kwargs, max_length, () if core is None else core.decoder_start_ids
-            )
+            start_ids = () if core is None else core.decoder_start_ids
+            reason = unsupported_reason(module, args, kwargs, max_length, start_ids)
         if reason:
             log.debug("generating by the module's own method: %s", reason)
             own: Any = module.generate

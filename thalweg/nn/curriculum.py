@@ -100,9 +100,7 @@ def apply_curriculum_seqlen(
     ``global_step`` tells how many updates there have been.
     """
     metrics = config.data_efficiency.curriculum_metrics.items()
-    schedules = {
-        name: CurriculumScheduler(metric) for name, metric in metrics if metric.clustering_type == "single_cluster"
-    }
+    schedules = {name: CurriculumScheduler(one) for name, one in metrics if one.clustering_type == "single_cluster"}
     older = config.curriculum_learning
     if older.enabled:
         schedules[older.curriculum_type] = CurriculumScheduler(older)

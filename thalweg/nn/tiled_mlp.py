@@ -159,9 +159,7 @@ class _TiledForward(torch.autograd.Function):
                     if grad is not None and total is not None:
                         total = total.narrow(call.dim, start, size) if is_tiled[i] else total
                         total += grad
-        grads_out = (
-            None if total is None else total.to(t.dtype) for total, t in zip(sums, (*inputs, *params), strict=True)
-        )
+        grads_out = (None if g is None else g.to(t.dtype) for g, t in zip(sums, (*inputs, *params), strict=True))
         return (None, None, None, *grads_out)
 
 

@@ -40,8 +40,7 @@ class ConsoleWriter:
 
     def __init__(self, *, steps_per_print: int, total_steps: int | None = None, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
-        self._steps_per_print = steps_per_print
-        self._total_steps = total_steps
+        self._steps_per_print, self._total_steps = steps_per_print, total_steps
         self._is_terminal = self._stream.isatty()
         self._bar: Any = None
         self._unprinted_record: StepRecord | None = None

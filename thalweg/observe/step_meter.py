@@ -38,11 +38,8 @@ class StepMeter:
         memory_mib: Callable[[], float] | None = None,
         num_batch_copies: int = 1,
     ) -> None:
-        self.recorder = recorder
-        self._num_batch_copies = num_batch_copies
-        self._group = group
-        self._flops_per_token = flops_per_token
-        self._memory_mib = memory_mib
+        self.recorder, self._group, self._num_batch_copies = recorder, group, num_batch_copies
+        self._flops_per_token, self._memory_mib = flops_per_token, memory_mib
         self._window_start = time.perf_counter()
         self._reset()
 

@@ -242,6 +242,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._if_skipped: Callable[[], None] | None = None
         self._sharded, self._replicate_group, self._pipeline_peers = sharded, replicate_group, pipeline_peers
         self._strategy = strategy or InMemoryStep(inner)
+        # Of a parameter's layout, where this optimizer keeps state; and what rests on a disk gives its memory back.
+        self.state_like, self.release = self._strategy.state_like, self._strategy.release
         sharded.set_loss_scale(scaler.scale)
 
     # The face of torch.optim.Optimizer
@@ -268,14 +270,6 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.inner.load_state_dict(state_dict)
         self.adopt_state()
         self._strategy.offload_state()
-
-    def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
-        """Uninitialised state of ``param``'s layout, where this optimizer keeps ``key``."""
-        return self._strategy.state_like(param, key, dtype)
-
-    def release(self, tensor: Tensor) -> None:
-        """Give back the memory of (a part of) a parameter or of state that rests on a disk, for now."""
-        self._strategy.release(tensor)
 
     def consolidate_state_dict(self) -> None:
         """Make parameters and ``state`` the same on all that hold them, and all that another job needs; collective."""

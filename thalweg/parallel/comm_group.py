@@ -150,17 +150,13 @@ def sum_grads_over(parameter: Tensor, group: ParallelGroup, name: str) -> Tensor
 def gather_from_region(x: Tensor, dim: int, sizes: list[int], group: ParallelGroup, name: str) -> Tensor:
     """Every rank's ``x`` along ``dim``, for a computation that all ranks then do alike."""
     start, length = sum(sizes[: group.rank]), sizes[group.rank]
-    return with_backward(
-        x, lambda x: group.all_gather(x, dim, sizes, name), lambda grad: grad.narrow(dim, start, length)
-    )
+    return with_backward(x, lambda x: group.all_gather(x, dim, sizes, name), lambda g: g.narrow(dim, start, length))
 
 
 def gather_params(x: Tensor, dim: int, sizes: list[int], group: ParallelGroup, name: str) -> Tensor:
     """Every rank's ``x`` along ``dim``, for computations that differ by rank."""
     return with_backward(
-        x,
-        lambda x: group.all_gather(x, dim, sizes, name),
-        lambda grad: group.reduce_scatter(grad, dim, sizes, name),
+        x, lambda x: group.all_gather(x, dim, sizes, name), lambda grad: group.reduce_scatter(grad, dim, sizes, name)
     )
 
 

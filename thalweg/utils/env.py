@@ -128,9 +128,8 @@ def _from_torchrun(environ: Mapping[str, str], scheduler: RankInfo | None) -> Ra
         else:
             name, hint = ("LOCAL_RANK", 0) if local_rank is None else ("LOCAL_WORLD_SIZE", 1)
             raise ValueError(
-                f"RANK={rank}, WORLD_SIZE={world_size} are set and MASTER_ADDR={addr} may be another host, "
-                f"but {name} is not set: export {name} (with one process on each host: {name}={hint}), or "
-                "start with torchrun"
+                f"RANK={rank}, WORLD_SIZE={world_size} are set and MASTER_ADDR={addr} may be another host, but {name} "
+                f"is not set: export {name} (with one process on each host: {name}={hint}), or start with torchrun"
             )
         local_rank = local[0] if local_rank is None else local_rank
         local_world_size = local[1] if local_world_size is None else local_world_size
@@ -143,8 +142,7 @@ def _from_kubeflow(environ: Mapping[str, str]) -> RankInfo:
     per_node = environ.get("PET_NPROC_PER_NODE", "1")
     if per_node not in ("1", "auto", "cpu"):
         raise ValueError(
-            f"PET_NPROC_PER_NODE={per_node} asks for several ranks in this pod, but this is a plain "
-            "python: start it "
+            f"PET_NPROC_PER_NODE={per_node} asks for several ranks in this pod, but this is a plain python: start it "
             "with `thalweg run script.py` or torchrun, which read it"
         )
     addr, text = read_meeting_point(environ)

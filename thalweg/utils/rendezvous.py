@@ -180,9 +180,8 @@ def rendezvous(info: RankInfo, addr: str, port: int, timeout: float, on_wait: Ca
             store = connect_store(addr, port, timeout)
         except RuntimeError as error:
             raise ValueError(
-                f"rank {info.rank} on {hostname}: nobody answers at MASTER_ADDR={addr}, MASTER_PORT={port} "
-                f"within {timeout:.0f} s: set both to where {names['rank']}=0 runs, and let the port through "
-                "the firewall"
+                f"rank {info.rank} on {hostname}: nobody answers at MASTER_ADDR={addr}, MASTER_PORT={port} within "
+                f"{timeout:.0f} s: set both to where {names['rank']}=0 runs, and let the port through the firewall"
             ) from error
 
     def find_problem(cards: list[Card]) -> str | None:

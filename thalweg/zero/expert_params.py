@@ -128,9 +128,8 @@ class _ShardedExpert(_ReplicatedExpert):
         length = self.padded_shape()[self.dim]
         grad, self.rows.grad = self.rows.grad, None
         grad = torch.zeros_like(self.rows) if grad is None else grad
-        shards = pad_to_length(grad, self.dim, self.num_replicas * length).unflatten(
-            self.dim, (self.num_replicas, length)
-        )
+        padded = pad_to_length(grad, self.dim, self.num_replicas * length)
+        shards = padded.unflatten(self.dim, (self.num_replicas, length))
         return shards.movedim(self.dim, 0).reshape(self.num_replicas, -1)
 
     def accumulate_mean(self, flat: Tensor) -> None:

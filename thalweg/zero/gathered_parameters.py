@@ -108,9 +108,7 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        self.enabled = enabled
-        self.modifier_rank = modifier_rank
-        self.fwd_module = fwd_module
+        self.enabled, self.modifier_rank, self.fwd_module = enabled, modifier_rank, fwd_module
         listed = [] if not enabled else [params] if isinstance(params, Tensor) else list(params)
         for param in listed:
             if not isinstance(param, Tensor):

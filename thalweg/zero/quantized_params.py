@@ -105,9 +105,8 @@ def _flatten_wrapper(tensor: Any) -> tuple[list[Tensor], RebuildFn]:
         if flat.numel() == 1:
             flat = flat.as_strided((1,), (1,))  # one element may have any stride, and bytes may not
         # Not the shape of before: a tensor rank's piece of the bytes has another one.
-        return [
-            flat.view(shape or (1,)).view(torch.uint8)
-        ], lambda one: one[0].view(dtype).squeeze(0 if not shape else ())
+        in_bytes = flat.view(shape or (1,)).view(torch.uint8)
+        return [in_bytes], lambda one: one[0].view(dtype).squeeze(0 if not shape else ())
     kind, size, stride = type(tensor), tensor.size(), tensor.stride()
     names, context = tensor.__tensor_flatten__()
     flattened = [_flatten_wrapper(getattr(tensor, name)) for name in names]

@@ -104,9 +104,7 @@ def is_expert_list(name: str, module: nn.Module) -> bool:
     list_name = name.rpartition(".")[2].lower()
     if "expert" not in list_name or "shared" in list_name or not isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
-    shapes = {
-        (type(child), *((key, p.shape, p.dtype) for key, p in child.named_parameters())) for child in module.children()
-    }
+    shapes = {(type(one), *((key, p.shape, p.dtype) for key, p in one.named_parameters())) for one in module.children()}
     return len(module) > 1 and len(shapes) == 1 and num_parameters(module) > 0
 
 

@@ -64,12 +64,7 @@ class ForeignCheckpoint(Checkpoint):
 
 def _make_manifest(path: Path, folder: DeepSpeedFolder) -> Manifest:
     head = ManifestHead(
-        tag=path.name,
-        step=folder.step,
-        world=folder.world_size,
-        sequence=0,
-        created="",
-        writer=folder.writer,
+        tag=path.name, step=folder.step, world=folder.world_size, sequence=0, created="", writer=folder.writer
     )
     files = {
         name: FileRecord(size=file.size, header_bytes=0, header_sha256=_NO_DIGEST)

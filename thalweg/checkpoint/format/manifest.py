@@ -116,9 +116,7 @@ def _iter_body(manifest: Manifest) -> Iterator[bytes]:
     for section in ("files", "tensors"):
         yield f'"{section}":{{'.encode()
         records = getattr(manifest, section)
-        yield b",".join(
-            b"\n" + dump_json(name) + b":" + dump_json(record.model_dump()) for name, record in records.items()
-        )
+        yield b",".join(b"\n" + dump_json(name) + b":" + dump_json(one.model_dump()) for name, one in records.items())
         yield b"},\n"
     yield b'"aliases":' + dump_json(manifest.aliases) + b",\n"
     yield b'"state":' + dump_json(manifest.state) + b",\n"

@@ -42,18 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default=default.out, metavar="DIR", help="folder for all files (%(default)s)")
     seed = int_at_least(0, 2**31 - 1)
     parser.add_argument("--seed", type=seed, default=default.seed, help="of weights, data and sample (%(default)s)")
-    parser.add_argument(
-        "--precision",
-        choices=("auto", "bf16", "fp32"),
-        default="auto",
-        help="of the arithmetic; auto: bf16 where this processor is fast at it, else fp32",
-    )
-    parser.add_argument(
-        "--device",
-        default=default.device,
-        metavar="NAME",
-        help="cpu, cuda, ... (auto: an accelerator for each process, else cpu)",
-    )
+    precision = "of the arithmetic; auto: bf16 where this processor is fast at it, else fp32"
+    parser.add_argument("--precision", choices=("auto", "bf16", "fp32"), default="auto", help=precision)
+    device = "cpu, cuda, ... (auto: an accelerator for each process, else cpu)"
+    parser.add_argument("--device", default=default.device, metavar="NAME", help=device)
     parser.add_argument("--json", action="store_true", help="print one JSON object on standard output, no more")
 
 
@@ -132,8 +124,7 @@ def _train_and_reload(settings: DemoSettings, log: Callable[[str], None]) -> tup
     (results / "settings.json").write_text(json.dumps(asdict(settings)), encoding="utf-8")
     log(
         f"model: GPT, {settings.num_layers} layers x {settings.width}, sequence {settings.block_size}; "
-        f"{settings.nproc} processes, ZeRO stage {settings.stage}, {settings.precision}, "
-        f"{settings.steps} steps"
+        f"{settings.nproc} processes, ZeRO stage {settings.stage}, {settings.precision}, {settings.steps} steps"
     )
     facts: dict[str, Any] = {}
     for phase, nproc, result in (("train", settings.nproc, "trained"), ("reload", 1, "reloaded")):

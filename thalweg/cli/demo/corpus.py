@@ -40,9 +40,8 @@ def prepare_corpus(out: Path, vocabulary: int, log: Callable[[str], None]) -> in
     tokenizer.save(out / "tokenizer.json")
     total = 0
     for name, split in (("tokens.npy", training), ("held_out.npy", held_out)):
-        stream, _ = concatenate_sequences(
-            tokenizer.encode_batch([document.text for document in split]), end_id=tokenizer.end_id
-        )
+        encoded = tokenizer.encode_batch([document.text for document in split])
+        stream, _ = concatenate_sequences(encoded, end_id=tokenizer.end_id)
         save_tokens(out / name, stream)
         total += len(stream)
     facts = {"key": key, "tokens": total, "vocabulary": tokenizer.vocab_size}

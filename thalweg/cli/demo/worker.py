@@ -47,9 +47,8 @@ def train(settings: DemoSettings) -> None:
     """Train, save a checkpoint, and on rank 0 write ``trained.json`` with the facts."""
     out = Path(settings.out)
     blocks = PackedDataset(open_tokens(out / "tokens.npy"), settings.block_size, tail="drop")
-    engine, _, loader, _ = thalweg.initialize(
-        model=build_model(settings), training_data=blocks, config=build_engine_config(settings)
-    )
+    config = build_engine_config(settings)
+    engine, _, loader, _ = thalweg.initialize(model=build_model(settings), training_data=blocks, config=config)
     device, started = engine.device, time.perf_counter()
     for batch in islice(cycle(loader), settings.steps):
         loss = engine(batch["input_ids"].to(device), batch["labels"].to(device))

@@ -164,13 +164,11 @@ class TwoLevelAllGather(WireAllGather):
             payload_format = self._payload_format_fn(input_tensor.numel(), input_tensor.dtype)
             sent = quantized.pack_values(input_tensor, payload_format)
             peers = quantized.all_gather_payloads(sent, hosts.inter_host_group, hosts.num_hosts).view(-1)
-            payloads = quantized.all_gather_payloads(peers, hosts.intra_host_group, hosts.num_local_ranks).view(
-                size, -1
-            )
+            payloads = quantized.all_gather_payloads(peers, hosts.intra_host_group, hosts.num_local_ranks)
             call.add_bytes(*hosts.inter_host_topology.ring_bytes(sent.numel()))
             call.add_bytes(*hosts.intra_host_topology.ring_bytes(peers.numel()))
             rows = output_tensor.view(size, -1)
-            for rank, payload in zip(self._rank_order, payloads, strict=True):
+            for rank, payload in zip(self._rank_order, payloads.view(size, -1), strict=True):
                 quantized.unpack_values(payload, payload_format, rows[rank])
         return None
 

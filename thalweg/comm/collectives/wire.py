@@ -225,12 +225,7 @@ class WireReduceScatter(_LoggedCollective):
     """``reduce_scatter_tensor`` with the ledger, for accelerators: FSDP2 says by ``op`` what is divided."""
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         with self._logged("reduce_scatter", input_tensor, output_tensor.nbytes, group):
             return reduce_scatter_flat(output_tensor, input_tensor, group, op, async_op)

@@ -100,18 +100,10 @@ def initialize(
     with raising_deepspeed_errors():
         resolved = _load_with_defaults(given[0], mpu)
         _refuse_as_asked(resolved, optimizer)
-        engine_class = DeepSpeedHybridEngine if resolved.hybrid_engine.enabled else DeepSpeedEngine
-        engine, loader = build_engine(
-            engine_class,
-            resolved,
-            model,
-            optimizer=optimizer,
-            model_parameters=model_parameters,
-            training_data=training_data,
-            lr_scheduler=lr_scheduler,
-            distributed_port=distributed_port,
-            collate_fn=collate_fn,
-        )
+        kind = DeepSpeedHybridEngine if resolved.hybrid_engine.enabled else DeepSpeedEngine
+        user_args = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
+        start = {"distributed_port": distributed_port}
+        engine, loader = build_engine(kind, resolved, model, training_data, collate_fn, None, start, **user_args)
     if mpu is not None:
         meshes, group = engine.meshes, mpu.get_sequence_parallel_group()
         assert meshes.sequence is not None

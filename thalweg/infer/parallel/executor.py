@@ -48,6 +48,8 @@ class DriverRunner(ModelRunner):
 
     def __init__(self, inner: ModelRunner, comm: StageCommunicator, num_blocks: int) -> None:
         self.inner, self.comm, self.group = inner, comm, comm.group
+        # Of this rank's shard and cache: each of the others sleeps and wakes up by itself.
+        self.argmax, self.sleep, self.wake_up = inner.argmax, inner.sleep, inner.wake_up
         self.num_blocks, self.block_size, self.num_slots = num_blocks, inner.block_size, inner.num_slots
         self.weight_bytes = getattr(inner, "weight_bytes", None)
         self._finalizer = weakref.finalize(self, comm.close)
@@ -58,18 +60,6 @@ class DriverRunner(ModelRunner):
         result = self.inner.run(batch)
         self._raise_if_failed()
         return result
-
-    def argmax(self) -> tuple[list[int], list[float]] | None:
-        """Return the most likely tokens where the inner runner has them."""
-        return self.inner.argmax()
-
-    def sleep(self) -> None:
-        """Give back the memory of this rank's shard and cache; each of the others does so by itself."""
-        self.inner.sleep()
-
-    def wake_up(self, spec: DecoderSpec | None) -> None:
-        """Take new weights, from this rank's shard of a description; so does each of the others."""
-        self.inner.wake_up(spec)
 
     @property
     def failure(self) -> str:
@@ -109,6 +99,7 @@ class WorkerLoop:
 
     def __init__(self, runner: ModelRunner, comm: StageCommunicator) -> None:
         self._runner, self._comm = runner, comm
+        self.sleep, self.wake_up = runner.sleep, runner.wake_up  # of this rank's shard and cache
 
     def run(self) -> dict[str, Any]:
         """Compute steps until rank 0 sends a message of another kind; return it.
@@ -132,14 +123,6 @@ class WorkerLoop:
         if message["error"]:
             raise RuntimeError(f"rank 0: {message['error']}")
         return message
-
-    def sleep(self) -> None:
-        """Give back the memory of the shard and the cache, until :meth:`wake_up`."""
-        self._runner.sleep()
-
-    def wake_up(self, spec: DecoderSpec) -> None:
-        """Take new weights, from this rank's shard of a description."""
-        self._runner.wake_up(spec)
 
     def close(self) -> None:
         """Leave the group and free the shard."""

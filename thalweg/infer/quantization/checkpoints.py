@@ -63,9 +63,7 @@ def load_quantized(auto: Any, folder: Path, config: Any, dtype: torch.dtype, tru
     (marker, dequantize), files = _DEQUANTIZERS[method], sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder}: its weights are quantised by {method}, and there is no safetensors file")
-    stored_tensors: dict[str, Tensor] = {}
-    for file in files:
-        stored_tensors |= load_file(file)
+    stored_tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     dequantized: dict[str, Tensor] = {}
     for owner, tensors in _group_by_module(stored_tensors).items():
         try:

@@ -107,9 +107,8 @@ def save_quantized(model: Any, folder: str | Path, bits: int = 8, group_size: in
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     others = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in layers]
     config["quantization_config"] = _describe(bits, group_size, others)
-    (path / "config.json").write_text(
-        json.dumps(config, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8"
-    )
+    text = json.dumps(config, indent=2, sort_keys=True, default=str)
+    (path / "config.json").write_text(text + "\n", encoding="utf-8")
     if model.can_generate():
         model.generation_config.save_pretrained(path)
     return path

@@ -57,9 +57,8 @@ class CpuEncoder(EncoderRunner):
         self._embedded, self._final, self.weight_bytes = program.embedded, program.final, program.weight_bytes
         self._tokens, self._positions, _, _ = program.inputs
         self._has_lora, self._row_lora_ids = lora is not None, program.row_lora_ids.numpy()
-        self._np_inputs = [
-            t.numpy() for t in (*program.inputs[:3], program.last_visible, program.cross_table_offsets, program.counts)
-        ]
+        inputs = (*program.inputs[:3], program.last_visible, program.cross_table_offsets, program.counts)
+        self._np_inputs = [t.numpy() for t in inputs]
         (self._programs,) = program.build(program.segments)
         self._write_embeddings = embedding_writer(encoder, weight_format)
 

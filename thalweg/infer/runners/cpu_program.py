@@ -365,11 +365,10 @@ class ProgramBuilder:
 
         One piece, on huge pages: blocks lie anywhere, and with small pages each would miss the TLB.
         """
-        sizes = [
-            a.num_kv_heads * cpu_kernels.BLOCKS_PER_STRIPE * self.attention_shape(a).head_bytes for a in attention_specs
-        ]
+        per_stripe = cpu_kernels.BLOCKS_PER_STRIPE
+        sizes = [a.num_kv_heads * per_stripe * self.attention_shape(a).head_bytes for a in attention_specs]
         stripe = 2 * sum(sizes)
-        total = -(-num_blocks // cpu_kernels.BLOCKS_PER_STRIPE) * stripe
+        total = -(-num_blocks // per_stripe) * stripe
         memory, at, regions = EvictableMemory(total), 0, []
         self.refs.append(memory)
         for nbytes in sizes:

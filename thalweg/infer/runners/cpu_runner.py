@@ -242,9 +242,8 @@ class _DecoderProgram(cpu_program.ProgramBuilder):
             self._encoder_table_offsets,
             self._encoder_last_positions,
         )  # fmt: skip
-        self.linear_residual(
-            self.norm_and_quantize(None, attended, self.weight_format, "attended"), cross.out, None, cross.residual_norm
-        )
+        rows = self.norm_and_quantize(None, attended, self.weight_format, "attended")
+        self.linear_residual(rows, cross.out, None, cross.residual_norm)
 
     def gather_output_rows(self, qkv: Tensor, width: int) -> Tensor:
         """Keep only the rows whose logits are wanted: the last layer's keys and values are all stored.

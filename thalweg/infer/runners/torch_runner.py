@@ -259,10 +259,8 @@ class TorchLayers:
         cos, sin = self._rotations[id(r)]
         x = x[..., : cos.shape[-1]]
         # (a, b) becomes (a cos - b sin, b cos + a sin).
-        swapped = (
-            x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if r.interleaved else torch.cat(x.chunk(2, -1)[::-1], -1)
-        )
-        x.mul_(cos).addcmul_(swapped, sin)
+        turned = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if r.interleaved else torch.cat(x.chunk(2, -1)[::-1], -1)
+        x.mul_(cos).addcmul_(turned, sin)
 
     def _attention_metadata(
         self, layouts: Sequence[_GroupLayout], places: np.ndarray, on_device: Iterator[Tensor], block_size: int
@@ -785,13 +783,11 @@ class TorchRunner(TorchLayers, base.ModelRunner):
         arrays += [indices, *lora_rows.values(), *logit_lora_rows.values()]
         cross_layouts, cross_places = [], places
         if batch.encoder_seq_lens:
-            encoder_tables = np.zeros((len(slots), max(map(len, batch.encoder_block_tables))), np.int64)
-            for row, blocks in zip(encoder_tables, batch.encoder_block_tables, strict=True):
+            tables = np.zeros((len(slots), max(map(len, batch.encoder_block_tables))), np.int64)
+            for row, blocks in zip(tables, batch.encoder_block_tables, strict=True):
                 row[: len(blocks)] = blocks
             lengths = np.array(batch.encoder_seq_lens)
-            cross_layouts, cross_places = _lay_out_groups(
-                starts, counts, lengths, encoder_tables, np.arange(len(slots))
-            )
+            cross_layouts, cross_places = _lay_out_groups(starts, counts, lengths, tables, np.arange(len(slots)))
             arrays += _arrays_of(cross_layouts, cross_places)
         on_device = iter(base.arrays_to_device(arrays, self.device))
         tokens, on_device_positions, slot_mapping = islice(on_device, 3)

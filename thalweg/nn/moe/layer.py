@@ -98,9 +98,7 @@ def route(
         used = used_token.reshape(-1, 1).bool().expand_as(experts)
     capacity = policy.capacity(num_tokens, num_experts, training)
     all_in_capacity = capacity is None and used_token is None
-    in_capacity = (
-        used if capacity is None else used & _within_capacity(experts, used, capacity, gates, policy, training)
-    )
+    in_capacity = used if capacity is None else _within_capacity(experts, used, capacity, gates, policy, training)
     weights = gates.gather(1, experts) * in_capacity
     if policy.k > 1:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
@@ -118,7 +116,7 @@ def _gumbel_like(logits: Tensor) -> Tensor:
 def _within_capacity(
     experts: Tensor, used: Tensor, capacity: int, gates: Tensor, policy: GatePolicy, training: bool
 ) -> Tensor:
-    """Which choices (N, k) an expert has room for, by the policy."""
+    """Which choices (N, k) are used, and an expert has room for, by the policy."""
     (num_tokens, k), num_experts = experts.shape, gates.shape[1]
     drop_policy = policy.drop_policy or ("choice" if k <= 2 else "probs")
     order = torch.arange(num_tokens * k, device=experts.device)
@@ -135,7 +133,7 @@ def _within_capacity(
     starts = counts.cumsum(0) - counts
     position = torch.empty_like(order)
     position[by_expert] = torch.arange(len(order), device=order.device) - starts[flat[by_expert]]
-    return (position < capacity).view(k, num_tokens).T
+    return used & (position < capacity).view(k, num_tokens).T
 
 
 class MoE(nn.Module):
@@ -235,9 +233,8 @@ class MoE(nn.Module):
         return y, routing.balance_loss + self.z_loss_coef * routing.z_loss, routing.counts
 
     def _run_experts(self, x: Tensor, routing: Routing) -> Tensor:
-        permutation = sort_by_expert(
-            routing.experts, self.num_experts, None if routing.all_in_capacity else routing.in_capacity
-        )
+        kept = None if routing.all_in_capacity else routing.in_capacity
+        permutation = sort_by_expert(routing.experts, self.num_experts, kept)
         rows, groups = permutation.permute(x), permutation.groups
         if self._dispatcher is None:
             results = self.experts(rows, groups)

@@ -377,14 +377,7 @@ class _BlockSparse(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: _HeadPlan,
-        block: int,
-        modifier: _Modifier | None,
-        scale: float,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _HeadPlan, block: int, modifier: _Modifier | None, scale: float
     ) -> Tensor:
         tiled, width = _Tiled(plan, block, -(-k.shape[2] // block)), q.shape[3]
         q_tiles, k_blocks, v_blocks = tiled.tiles(q), tiled.blocks(k), tiled.blocks(v)

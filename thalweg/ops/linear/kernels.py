@@ -36,9 +36,7 @@ REFERENCE = "torch"
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Candidates that compile a kernel for each exact shape, and what does the same without.
-JIT_FALLBACKS: Mapping[str, str] = MappingProxyType(
-    {"onednn": REFERENCE, "convolution": REFERENCE, "fp32_onednn": "fp32"}
-)
+JIT_FALLBACKS = MappingProxyType({"onednn": REFERENCE, "convolution": REFERENCE, "fp32_onednn": "fp32"})
 
 MatmulKernel = Callable[..., Tensor]
 

@@ -101,9 +101,7 @@ class Adafactor(dtensor_local.StepMixin, torch.optim.Adafactor):
         all_reduce_tensors_(sizes, everywhere)
         for item, update, weight, size in zip(items, updates, weights, sizes, strict=True):
             lr, step, group, count = float(item.group["lr"]), float(item.state["step"]), item.group, item.param.numel()
-            rms_weight, rms_update = (
-                (square.to(widest_float(square.device)) / count).sqrt() for square in (weight, size)
-            )
+            rms_weight, rms_update = ((total.to(widest_float(total.device)) / count).sqrt() for total in (weight, size))
             alpha = rms_weight.clamp(min=group["eps"][1]) * min(lr, step**-0.5)
             if group["weight_decay"]:
                 item.work.mul_(1 - lr * group["weight_decay"])
@@ -134,9 +132,8 @@ def _factor_placements(param: Tensor, mean_dim: int) -> list[Placement]:
 
 def _new_factor(param: Tensor, mean_dim: int) -> Tensor:
     """Return zeros for the factor that has ``param``'s dim ``mean_dim`` averaged away."""
-    piece = to_local(param).new_zeros(
-        _with_one(to_local(param).shape, mean_dim), dtype=dtensor_local.default_state_dtype(param)
-    )
+    shape = _with_one(to_local(param).shape, mean_dim)
+    piece = to_local(param).new_zeros(shape, dtype=dtensor_local.default_state_dtype(param))
     if not isinstance(param, DTensor):
         return piece
     return make_dtensor(piece, _factor_placements(param, mean_dim), param, _with_one(param.shape, mean_dim))

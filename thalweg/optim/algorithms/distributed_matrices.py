@@ -85,9 +85,7 @@ def get_matrix_sharding(
     return group, MatrixSharding(param.shape, dim, 1 if group is None else dist.get_world_size(group))
 
 
-def plan_rounds(
-    shapes: Sequence[torch.Size], world_size: int, capacity: int = MAX_ROUND_ELEMENTS
-) -> list[dict[int, int]]:
+def plan_rounds(shapes: list[torch.Size], world_size: int, capacity: int = MAX_ROUND_ELEMENTS) -> list[dict[int, int]]:
     """Cut the matrices into rounds of at most ``capacity`` elements (or one matrix) and give each an owner.
 
     A round: the owner's rank by the matrix's index.  Largest first, each to the rank with the least work so far in

@@ -358,10 +358,10 @@ class NvmeStep(StateInSwapFile):
                 continue
             master = to_local(param).detach()
             state = self.optimizer.state.get(param, {})
-            is_new_state = not state
-            if (is_new_state or master.ndim == 0) and master.dtype not in schemas:
+            is_new = not state
+            if (is_new or master.ndim == 0) and master.dtype not in schemas:
                 schemas[master.dtype] = self._piecewise.state_schema(group, master.dtype)
-            if is_new_state:
+            if is_new:
                 kinds = schemas[master.dtype].items()
                 state_tensors = {k: self._allocate_state(param, master, d) for k, d in kinds if d is not None}
                 scalars = {key: None for key, dtype in kinds if dtype is None}
@@ -374,12 +374,10 @@ class NvmeStep(StateInSwapFile):
             if param.grad is not None:
                 operands["grad"] = self._make_step_tensor(local_grad(param))
             for key, value in state_tensors.items():
-                operands[key] = self._make_step_tensor(value, read=not is_new_state, write=True)
+                operands[key] = self._make_step_tensor(value, read=not is_new, write=True)
             if param in self.compute_copies:
                 operands["copy"] = self._make_step_tensor(self.compute_copies[param], read=False, write=True)
-            param_steps.append(
-                ParamStep(group, param, master.numel(), operands, tuple(state_tensors), scalars, is_new_state)
-            )
+            param_steps.append(ParamStep(group, param, master.numel(), operands, tuple(state_tensors), scalars, is_new))
         return param_steps
 
     def _make_step_tensor(self, tensor: Tensor, read: bool = True, write: bool = False) -> io_pipeline.StepTensor:

@@ -130,11 +130,9 @@ def build_engine_optimizer(
         window.add_listener(strategy)
     if swap is not None:
         window.add_listener(StepCallbacks(on_close=swap.close))
-    groups: dict[str, Any] = {"replicate_group": replicate_group, "pipeline_peers": pipeline_peers}
-    groups |= {"site_sync": site_sync, "guard": StepGuard(config.health, scales_loss=scaler.dynamic)}
-    return EngineOptimizer(
-        inner, sharded, window, scaler, max_norm=config.gradient_clipping, strategy=strategy, **groups
-    )
+    more: dict[str, Any] = {"replicate_group": replicate_group, "pipeline_peers": pipeline_peers}
+    more |= {"site_sync": site_sync, "guard": StepGuard(config.health, scales_loss=scaler.dynamic)}
+    return EngineOptimizer(inner, sharded, window, scaler, max_norm=config.gradient_clipping, strategy=strategy, **more)
 
 
 def _make_double_buffered_step(nvme_step: NvmeStep) -> DoubleBufferedStep | None:

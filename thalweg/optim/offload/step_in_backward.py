@@ -305,6 +305,7 @@ class StepInBackward(InMemoryStep, StepListener):
         assert not (in_place and double_buffered is not None), "in place or tentative, not both"
         super().__init__(inner.optimizer)
         self.inner, self.window = inner, window
+        self.state_like, self.offload_state, self.release = inner.state_like, inner.offload_state, inner.release
         self.partial_norms: dict[Tensor, PartialNorm] = {}
         self.skipped_units: list[str] = []
         self._on_params_updated, self._in_place, self._grad_offload = (on_params_updated, in_place, grad_offload)
@@ -326,27 +327,14 @@ class StepInBackward(InMemoryStep, StepListener):
         if (error := self.wait_for_updates()) is not None:
             raise error
         offloaded_norms = self._grad_offload.partial_norms() if self._grad_offload is not None else {}
-        return self.inner.grad_norm(
-            params, replicate_group, {**offloaded_norms, **self.partial_norms, **(partial_norms or {})}
-        )
+        norms = {**offloaded_norms, **self.partial_norms, **(partial_norms or {})}
+        return self.inner.grad_norm(params, replicate_group, norms)
 
     def apply(self, factor: float = 1.0, subset: Collection[Tensor] | None = None) -> None:
         """Let tentative updates stand, and update what is left."""
         if self._double_buffered is not None:
             self._double_buffered.commit()
         self.inner.apply(factor, subset)
-
-    def state_like(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
-        """Uninitialised state of ``param``'s layout, where the inner update wants it."""
-        return self.inner.state_like(param, key, dtype)
-
-    def offload_state(self) -> None:
-        """Bring exchanged state to where it belongs."""
-        self.inner.offload_state()
-
-    def release(self, tensor: Tensor) -> None:
-        """Nobody reads or writes ``tensor`` for a while."""
-        self.inner.release(tensor)
 
     # The backward pass
 
@@ -432,9 +420,8 @@ class StepInBackward(InMemoryStep, StepListener):
             self.wait_for_updates()
             self._reset()
             raise ValueError(
-                "a second backward pass in one step: offload_optimizer has used the gradients of the first "
-                "up. Add the losses and call engine.backward() once, or pass retain_graph=True to all but "
-                "the last"
+                "a second backward pass in one step: offload_optimizer has used the gradients of the first up. Add the "
+                "losses and call engine.backward() once, or pass retain_graph=True to all but the last"
             )
         self._loss_is_finite_everywhere = True
         if self._in_place and self.window.is_last:
@@ -479,9 +466,8 @@ class StepInBackward(InMemoryStep, StepListener):
                 self._pending_updates.pop(0).result()
             previous_unit, self._last_unit = self._last_unit, unit or "the root"
             self._next_params[previous_unit] = frozenset(params)
-            self._pending_updates.append(
-                self._thread.submit(self._run_step, params, self._next_params.get(self._last_unit))
-            )
+            upcoming = self._next_params.get(self._last_unit)
+            self._pending_updates.append(self._thread.submit(self._run_step, params, upcoming))
 
     @torch.no_grad()
     def _run_step(self, params: list[Tensor], next_params: Collection[Tensor] | None) -> None:

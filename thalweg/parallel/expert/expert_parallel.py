@@ -57,9 +57,8 @@ class AllToAllDispatcher:
         ep_group, width = self.ep_group, rows.shape[1]
         num_local = self.experts_per_rank[ep_group.rank]
         self.expert_params.refresh_rows()
-        recv_expert_counts = ep_group.all_to_all(
-            groups.counts, self.experts_per_rank, [num_local] * ep_group.size, "expert counts"
-        )
+        sizes = self.experts_per_rank, [num_local] * ep_group.size
+        recv_expert_counts = ep_group.all_to_all(groups.counts, *sizes, "expert counts")
         # All sizes come to the host at once: an accelerator is waited for once a layer.
         counts = torch.cat([groups.counts, recv_expert_counts]).tolist()
         send_ends = [0, *accumulate(self.experts_per_rank)]

@@ -138,9 +138,7 @@ def partition_blocks(
 class PipelineBlocks(nn.ModuleList):
     """The blocks of this rank under their own names; iterating yields the active ones and placeholders."""
 
-    def __init__(
-        self, blocks: nn.ModuleList, local_ranges: Sequence[range], num_extra_outputs: int | None = None
-    ) -> None:
+    def __init__(self, blocks: nn.ModuleList, local_ranges: list[range], num_extra_outputs: int | None = None) -> None:
         super().__init__()
         self.num_extra_outputs = num_extra_outputs
         self._num_blocks = len(blocks)

@@ -19,9 +19,7 @@ from thalweg.parallel.comm_group import ParallelGroup
 
 def mean_over_group(loss: Tensor, sp_group: ParallelGroup) -> Tensor:
     """The team's mean of ``loss`` (0-dim), for everybody to see; the gradient is that of the own part."""
-    return with_backward(
-        loss, lambda x: sp_group.all_reduce(x.detach().clone(), "loss") / sp_group.size, lambda grad: grad
-    )
+    return with_backward(loss, lambda x: sp_group.all_reduce_copy(x, "loss") / sp_group.size, lambda grad: grad)
 
 
 def replace_loss_by_mean(output: Any, sp_group: ParallelGroup) -> Any:

@@ -76,13 +76,11 @@ def column_parallel(
 
 
 def _gather_shared_rows(local: Tensor, dim: int, shared_rows: SharedRows, tp_group: ParallelGroup, name: str) -> Tensor:
-    tail = local.narrow(dim, shared_rows.num_exclusive, local.size(dim) - shared_rows.num_exclusive)
+    exclusive, tail = local.tensor_split([shared_rows.num_exclusive], dim)
     rows = gather_params(tail, dim, list(shared_rows.tail_sizes), tp_group, name)
     if shared_rows.row_indices is not None:
         rows = rows.index_select(dim, torch.tensor(shared_rows.row_indices, device=local.device))
-    return (
-        torch.cat([local.narrow(dim, 0, shared_rows.num_exclusive), rows], dim) if shared_rows.num_exclusive else rows
-    )
+    return torch.cat([exclusive, rows], dim) if shared_rows.num_exclusive else rows
 
 
 def row_parallel(tp_group: ParallelGroup, name: str, kernels: str) -> ForwardFn:

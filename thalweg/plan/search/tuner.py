@@ -119,8 +119,7 @@ def _measure_trial(trial: Trial, planner: Planner, model_path: str, timeout: flo
                 trial.failure_reason += _last_log_line(Path(folder), world_size)
         finally:
             for process in workers:
-                if process.poll() is None:
-                    process.kill()
+                process.kill()  # which does nothing to one that has ended
                 process.wait()
         if trial.failure_reason:
             return

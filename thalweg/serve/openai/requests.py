@@ -195,7 +195,16 @@ class ChatMessage(StrictModel):
     function_call: None = None
 
 
-class ChatRequest(SamplingFields):
+class _TemplateFields(StrictModel):
+    """What a chat template is told beside the messages."""
+
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    chat_template_kwargs: dict[str, str | int | bool | None] | None = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+
+
+class ChatRequest(SamplingFields, _TemplateFields):
     """``/v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
@@ -203,11 +212,7 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, str | int | bool | None] | None = None
-    continue_final_message: bool = False
-    add_generation_prompt: bool | None = None
 
 
 class EmbeddingRequest(StrictModel):
@@ -219,17 +224,13 @@ class EmbeddingRequest(StrictModel):
     dimensions: int | None = Field(None, ge=1)
 
 
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(_TemplateFields):
     """``/tokenize``: a prompt, or a conversation as the chat template writes it."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)] | None = None
     add_special_tokens: bool = True
-    continue_final_message: bool = False
-    add_generation_prompt: bool | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    chat_template_kwargs: dict[str, str | int | bool | None] | None = None
     return_token_strs: bool | None = None
 
 

@@ -147,16 +147,10 @@ class RemoteReplica:
         connection = _Connection(reader, writer)
         self._connections.add(connection)
         try:
-            headers = {
-                "Host": parts.netloc,
-                "Connection": "close",
-                "Content-Type": "application/json",
-                "Content-Length": str(len(body)),
-            }
+            lines = [f"{method} {parts.path}{target} HTTP/1.1", f"Host: {parts.netloc}", "Connection: close"]
+            lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
             if self._key is not None:
-                headers["Authorization"] = f"Bearer {self._key}"
-            lines = [f"{method} {parts.path}{target} HTTP/1.1"]
-            lines += [f"{name}: {value}" for name, value in headers.items()]
+                lines.append(f"Authorization: Bearer {self._key}")
             writer.write("\r\n".join([*lines, "", ""]).encode() + body)
             yield connection
         finally:

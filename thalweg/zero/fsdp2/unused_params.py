@@ -20,9 +20,7 @@ from thalweg.zero.fsdp2.private_api import FSDPGroupHandle
 
 
 def sync_unused_params(
-    groups: Sequence[FSDPGroupHandle],
-    modules: Iterable[nn.Module],
-    process_group: dist.ProcessGroup,
+    groups: Sequence[FSDPGroupHandle], modules: Iterable[nn.Module], process_group: dist.ProcessGroup
 ) -> None:
     """Let ``process_group`` agree on the units that hold parameters of ``modules``, whenever they are reduced."""
     if dist.get_world_size(process_group) == 1:

@@ -138,6 +138,5 @@ class CrossHostSync:
 
 def _get_payload_format(update: _ParamUpdate) -> PayloadFormat:
     quantizer = WEIGHT_QUANTIZER if update.encoding == QUANTIZED else DELTA_QUANTIZER
-    return PayloadFormat(
-        ((update.storage.shard.numel(), update.encoding != RAW),), quantizer, update.storage.spec.compute_dtype
-    )
+    parts = ((update.storage.shard.numel(), update.encoding != RAW),)
+    return PayloadFormat(parts, quantizer, update.storage.spec.compute_dtype)

@@ -81,9 +81,7 @@ class ChannelDependence:
             out_channels.setdefault(find(index), []).append(channel)
         if in_channels.keys() != out_channels.keys():
             return None
-        return [
-            ChannelGroup(tuple(in_channels[key]), self._split_by_leaf(out_channels[key])) for key in sorted(in_channels)
-        ]
+        return [ChannelGroup(tuple(in_channels[k]), self._split_by_leaf(out_channels[k])) for k in sorted(in_channels)]
 
     def depends_only_on(self, in_channels: Sequence[int], out_channels: Sequence[Sequence[int]]) -> bool:
         """Whether ``in_channels`` depend on nothing but ``out_channels`` of each leaf."""
