@@ -45,7 +45,9 @@ class Accelerator:
         return nullcontext() if self._type == "cpu" else self._module.device(device_index)
 
     def current_device_name(self) -> str:
-        """The device of this rank."""
+        """The device that is current; where none was chosen yet, this rank's."""
+        if self._type != "cpu" and (index := torch.accelerator.current_device_index()):
+            return f"{self._type}:{index}"
         return str(pick_device(read_rank_info().local_rank))
 
     def current_device(self) -> int | str:
@@ -171,7 +173,11 @@ class Accelerator:
         """Bytes that tensors hold; of the processor, what this process holds."""
         return resident_bytes() if self._type == "cpu" else torch.accelerator.memory_allocated(device_index)
 
-    memory_reserved = memory_cached = memory_allocated
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Bytes that the allocator holds; of the processor, what this process holds."""
+        return resident_bytes() if self._type == "cpu" else torch.accelerator.memory_reserved(device_index)
+
+    memory_cached = memory_reserved
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         """The most that :meth:`memory_allocated` was."""
@@ -179,7 +185,13 @@ class Accelerator:
             resident_bytes(peak=True) if self._type == "cpu" else torch.accelerator.max_memory_allocated(device_index)
         )
 
-    max_memory_reserved = max_memory_cached = max_memory_allocated
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """The most that :meth:`memory_reserved` was."""
+        if self._type == "cpu":
+            return resident_bytes(peak=True)
+        return torch.accelerator.max_memory_reserved(device_index)
+
+    max_memory_cached = max_memory_reserved
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         """Begin to look for the most anew."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -113,6 +114,8 @@ def build_engine(
     from thalweg.plan.runtime import fill_auto_for_job  # the plan is loaded by jobs, not by every import
 
     parsed, former_params = load(source), {}
+    if parsed.deterministic:  # which CUDA's first product, as of a plan that measures, reads once and for all
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     enable_console(parsed.log_level)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         _log.warning("this %s is another engine's, which has it no longer", type(model).__name__)

@@ -13,7 +13,6 @@ their names.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -326,7 +325,6 @@ def parallelize(
     if tp_group is not None:
         sync_rng(tp_group)
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses every product on CUDA
         torch.use_deterministic_algorithms(True)
     forward_context = _make_forward_context(model, config, device, loss_normalizer)
     if tp_group is not None and tp_group.has_dropout:

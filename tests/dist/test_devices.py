@@ -452,6 +452,65 @@ def test_a_rank_alone_copies_from_the_host_beside_what_it_computes():
     assert len(found) > 3 and all(found), found
 
 
+def _held_by_offloaded_activations(rank: int, world: int) -> tuple[int, int, bool]:
+    """The most bytes that are held by 16 saved tensors of 1 MiB and by fetching them, where the host is far ahead."""
+    from tests.simdevice import accelerator, late_work
+    from thalweg.activation_checkpointing.offload import CpuActivationOffloader
+
+    offloader, device = CpuActivationOffloader(accelerator()), accelerator()
+    base = torch.accelerator.memory_allocated()
+    with late_work():
+        torch.accelerator.reset_peak_memory_stats()
+        saved = [offloader.save(torch.full((1 << 18,), float(i), device=device)) for i in range(16)]
+        forward = torch.accelerator.max_memory_allocated() - base
+        torch.accelerator.reset_peak_memory_stats()
+        right = all([bool((saved.pop().fetch() == i).all()) for i in reversed(range(16))])
+        backward = torch.accelerator.max_memory_allocated() - base
+    return forward, backward, right
+
+
+def test_activations_that_wait_on_the_host_are_few_on_the_device_however_far_ahead_the_host_is():
+    ((forward, backward, right),) = run_ranks(_held_by_offloaded_activations, 1, device="simulated")
+    assert right and forward <= 5 << 20 and backward <= 6 << 20, (forward, backward)
+
+
+class _NcclLike:
+    """A send that says by itself that it has left, as NCCL's do; gloo's say so when they have been waited for."""
+
+    def __init__(self, work: Any, is_on_host: bool) -> None:
+        self.wait, self._is_on_host = work.wait, is_on_host
+
+    def is_completed(self) -> bool:
+        if not self._is_on_host:
+            self.wait()
+        return not self._is_on_host
+
+
+def _messages_kept(rank: int, world: int) -> int:
+    """Tensors of a device that a rank still holds of messages that have all been received."""
+    from tests.simdevice import accelerator
+    from thalweg.parallel.pipeline.p2p import P2PChannel
+
+    isend = dist.isend
+    channel = P2PChannel(dist.group.WORLD, torch.device(accelerator().type, rank))
+    channel.set_recv_order(0, [("x", i) for i in range(8)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "isend", lambda part, **where: _NcclLike(isend(part, **where), part.is_cpu))
+        for i in range(8):
+            if rank == 0:
+                channel.send(1, "x", torch.full((4,), float(i), device=channel.device))
+            else:
+                assert channel.receive(0, "x", i)[0].item() == i
+    dist.barrier()
+    kept = sum(part.device.type != "cpu" for _, part in channel._pending_sends)
+    channel.wait_sends()
+    return kept
+
+
+def test_a_pipeline_lets_go_of_messages_that_have_left():
+    assert run_ranks(_messages_kept, 2, device="simulated") == [0, 0]
+
+
 def _split_communicators(rank: int, world: int) -> list[int]:
     """How often torch would have split the job's communicator, for groups of some ranks and for one of all."""
     from torch.distributed import distributed_c10d
@@ -871,7 +930,15 @@ def _accelerator(rank: int, world: int) -> dict[str, Any]:
     accelerator.synchronize()
     accelerator.empty_cache()
     accelerator.range_push("nothing here takes it")
+    with accelerator.device(1):
+        chosen = accelerator.current_device_name() == "sim:1" and accelerator.current_device() == 1
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("memory_reserved", "max_memory_reserved"):
+            patch.setattr(torch.accelerator, name, lambda _: 7 << 30)
+        reserved = accelerator.memory_reserved() == accelerator.max_memory_reserved() == 7 << 30
     return {
+        "chosen": chosen,
+        "reserved": reserved,
         "names": [
             accelerator.device_name(1),
             accelerator.current_device_name(),

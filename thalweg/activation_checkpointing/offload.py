@@ -240,6 +240,7 @@ class _PinnedTensor:
         current = torch.accelerator.current_stream(self._device)
         current.wait_event(ready)
         tensor.record_stream(current)
+        self._offloader.limit(self._offloader.fetches, current.record_event())
         self._offloader.on_fetch(self)
         return tensor
 
@@ -256,11 +257,20 @@ class CpuActivationOffloader(ReadAheadOffloader):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.stream = torch.Stream(device)
+        self.saves: deque[torch.Event] = deque()
+        self.fetches: deque[torch.Event] = deque()
 
     def save(self, tensor: Tensor) -> OffloadedActivation:
         offloaded = _PinnedTensor(self, tensor)
+        self.limit(self.saves, offloaded._copy_event)
         self.append(offloaded)
         return offloaded
+
+    def limit(self, events: deque[torch.Event], event: torch.Event) -> None:
+        """Wait for the device: a host far ahead of it would have memory for all units at once."""
+        events.append(event)
+        if len(events) > READ_AHEAD_DEPTH:
+            events.popleft().synchronize()
 
 
 # In parts, over tensor-parallel ranks

@@ -209,6 +209,10 @@ class BufferRing:
 def aligned_empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
     """An uninitialised CPU tensor that begins on a page boundary, as direct I/O asks for."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
+    if pinned and can_pin():  # which begins on a page by itself; torch rounds its size up to a power of two
+        raw = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        if raw.data_ptr() % PAGE == 0:
+            return raw.view(dtype).view(shape)
     raw = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=pinned and can_pin())
     start = -raw.data_ptr() % PAGE
     return raw[start : start + nbytes].view(dtype).view(shape)

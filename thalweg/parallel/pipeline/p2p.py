@@ -51,6 +51,9 @@ class P2PChannel:
         for one in (self.group, self._reverse_group):  # now, as a message is between two ranks and this needs all
             control_group(one)
         self._pending_sends: deque[tuple[dist.Work, Tensor]] = deque()
+        self._pending_on_host: deque[tuple[dist.Work, Tensor]] = (
+            deque()
+        )  # gloo's say that they have left only when asked
         # By peer and kind, the last message's tree and leaves: numbers and the like, and what describes a tensor.
         self._sent_headers: dict[tuple[int, Hashable], tuple[TreeSpec, str]] = {}
         self._received_headers: dict[tuple[int, Hashable], tuple[TreeSpec, list[Any]]] = {}
@@ -82,7 +85,7 @@ class P2PChannel:
         for part in parts:
             work = dist.isend(part, group_dst=destination, group=self._group_towards(self._rank, destination, part))
             assert work is not None
-            self._pending_sends.append((work, part))
+            (self._pending_on_host if part.is_cpu else self._pending_sends).append((work, part))
         for traffic, num_bytes in (("header", 8 + len(raw)), ("send", sum(tensor.nbytes for tensor in tensors))):
             self.ledger.record(traffic, name, "pipeline", full_bytes=num_bytes, world_size=2)
         while self._pending_sends and self._pending_sends[0][0].is_completed():
@@ -120,9 +123,10 @@ class P2PChannel:
 
     def wait_sends(self) -> None:
         """Wait until all that was sent has left."""
-        while self._pending_sends:
-            work, _part = self._pending_sends.popleft()  # held until it has left
-            work.wait()
+        for pending in (self._pending_on_host, self._pending_sends):
+            while pending:
+                work, _part = pending.popleft()  # held until it has left
+                work.wait()
 
 
 def _describe(leaf: Any) -> Any:
