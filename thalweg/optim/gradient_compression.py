@@ -131,9 +131,8 @@ class GradientCompression(SiteSync):
                     state[GRAD_ERROR] = dtensor_local.as_dtensor_like(error, param)
             if "q" in kept and isinstance(param, DTensor):
                 over_shards = [Replicate(), Replicate() if self._num_shards == 1 else Shard(0)]
-                state[POWERSGD_Q] = DTensor.from_local(
-                    kept["q"].unsqueeze(0), param.device_mesh, over_shards, run_check=False
-                )
+                q = kept["q"].unsqueeze(0)
+                state[POWERSGD_Q] = DTensor.from_local(q, param.device_mesh, over_shards, run_check=False)
         return False
 
     def adopt_state(self) -> None:
