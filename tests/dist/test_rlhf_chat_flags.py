@@ -111,7 +111,8 @@ def _events(folder: Path, kind: str = "scalars") -> set[str]:
 @pytest.mark.nightly
 def test_ppo_s_models_have_options_of_their_own(base: dict[str, Any], tmp_path: Path) -> None:
     options = base | PPO | {"output_dir": str(tmp_path), "unsupervised_dataset_name": base["data_path"]}
-    options |= {"reward_model_name_or_path": base["model_name_or_path"]}
+    models.ValueModel.from_pretrained(base["model_name_or_path"]).save_pretrained(tmp_path / "score")
+    options |= {"reward_model_name_or_path": str(tmp_path / "score")}
     found = run_ranks(_run, 2, "ppo", options)[0]
     actor, critic = found["actor"], found["critic"]
     assert [found[name]["stage"] for name in ("actor", "critic", "reference", "reward")] == [2, 1, 0, 3]

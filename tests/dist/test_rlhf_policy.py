@@ -6,8 +6,11 @@ control weighs ranks alike, as a mean of the ranks' means would, although one of
 
 from __future__ import annotations
 
+import copy
+import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +21,10 @@ from tests.harness import run_ranks
 from tests.marks import nightly
 from tests.rlhf_support import make_tokenizer
 from tests.unit.infer_models import tiny_decoder
+from tests.unit.test_rlhf_data import make_tokenizer_with_a_beginning
 from thalweg.rlhf.config import RLHFConfig
 from thalweg.rlhf.data import AnswerDataset, PromptSource
-from thalweg.rlhf.models import ValueModel, build_engine, build_frozen_engine, update_ema
+from thalweg.rlhf.models import ValueModel, adapt, build_engine, build_frozen_engine, save_model, update_ema
 from thalweg.rlhf.policy import Experience, GRPOTrainer, PPOTrainer
 from thalweg.rlhf.rollout import Rollout, RolloutAhead, pad_sequences
 from thalweg.rlhf.rollout_ranks import RolloutRanks
@@ -52,7 +56,7 @@ def _experience(rows: list[Any], seed: int, weighted: bool = False) -> Experienc
 
 def _config(kind: str) -> RLHFConfig:
     return RLHFConfig(
-        learning_rate=LR, per_device_train_batch_size=1, per_device_generation_batch_size=2, num_generations=1,
+        learning_rate=LR, per_device_train_batch_size=1, per_device_generation_batch_size=1, num_generations=2,
         beta=0.07, clip_range=0.1, value_clip_range=0.15, lr_scheduler_type="constant", weight_decay=0.0,
         zero_stage=3 if kind == "grpo" else 2, critic_zero_stage=3, deepspeed_config={"gradient_clipping": 0.0},
     )  # fmt: skip
@@ -133,6 +137,56 @@ def test_an_update_equals_a_single_process(kind: str) -> None:
         return max(float((a[name] - b[name]).abs().mean()) for a, b in pairs for name in a)
 
     assert gap(_reference(kind, False)) < 1e-5 < 1e-4 < gap(_reference(kind, True))
+
+
+def test_a_group_of_one_response_is_refused_as_it_teaches_nothing() -> None:
+    with pytest.raises(ValueError, match="num_generations is 1, and GRPO compares the responses to a prompt"):
+        GRPOTrainer(RLHFConfig(), *[None] * 5)  # type: ignore[arg-type]
+
+
+def _ends(rank: int, world: int, ends: list[int]) -> Rollout:
+    """Responses by a model whose generation config has ends that its tokenizer does not know of."""
+    config = replace(_config("grpo"), max_answer_seq_len=12, num_generations=8)
+    tokenizer = make_tokenizer_with_a_beginning()
+    model = tiny_decoder("llama", vocab_size=len(tokenizer))
+    model.generation_config.eos_token_id = ends
+    actor = build_engine(model, config, num_updates=1, accumulation=8)
+    prompts = PromptSource([{"prompt": "a"}], tokenizer, 8, 0)
+    trainer = GRPOTrainer(config, actor, actor, tokenizer, prompts, lambda *_: torch.zeros(8))
+    rollout = trainer.collect(last=True)[0].rollout
+    assert trainer.samples[0]["prompt"] == "a"
+    assert rollout.input_ids[0, 0] == tokenizer.bos_token_id  # which a reward function is not told of
+    trainer.close()
+    actor.close()
+    return rollout
+
+
+def test_a_response_ends_at_any_of_the_generation_config_s_ends() -> None:
+    ends = list(range(0, 256, 5))
+    rollout = run_ranks(_ends, 1, ends)[0]
+    responses = rollout.responses()
+    ended = [response[-1] in ends for response in responses]
+    assert rollout.ended.tolist() == ended and sum(ended) > 3
+    assert not any(token in ends for response in responses for token in response[:-1])
+
+
+def _save_dropouts(rank: int, world: int, folder: str, lora_dim: int) -> None:
+    config = replace(_config("grpo"), lora_dim=lora_dim, dropout=0.0)
+    falcon = tiny_decoder("falcon7", hidden_dropout=0.2, attention_dropout=0.3)
+    for name, model in (("actor", falcon), ("critic", ValueModel(copy.deepcopy(falcon.base_model)))):
+        engine = build_engine(adapt(model, config), config, num_updates=1)
+        assert engine.module.config.hidden_dropout == 0
+        save_model(engine, make_tokenizer(), f"{folder}/{name}")
+        assert engine.module.config.hidden_dropout == 0
+        engine.close()
+
+
+@pytest.mark.parametrize("lora_dim", [0, 2])
+def test_what_is_saved_has_the_model_s_own_dropout(lora_dim: int, tmp_path: Path) -> None:
+    run_ranks(_save_dropouts, 1, str(tmp_path), lora_dim)
+    for name in ("actor", "critic"):
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert (config["hidden_dropout"], config["attention_dropout"]) == (0.2, 0.3)
 
 
 def _average(rank: int, world: int) -> tuple[float, float]:

@@ -525,7 +525,7 @@ def _refused(rank: int, world: int) -> None:
         model=tiny_decoder("llama"), config=config | {"tensor_parallel": {}, "sequence_parallel_size": 2}
     )[0]
     with pytest.raises(ValueError, match="responses are not divided over others; leave sequence_parallel_size"):
-        GRPOTrainer(RLHFConfig(), engine, None, None, None, None)  # type: ignore[arg-type]
+        GRPOTrainer(RLHFConfig(num_generations=2), engine, None, None, None, None)  # type: ignore[arg-type]
     divided = RLHFConfig(deepspeed_config={"sequence_parallel_size": 2})
     with pytest.raises(ValueError, match="examples and responses are not divided over others; leave sequence_parallel"):
         models.build_engine(tiny_decoder("llama"), divided, num_updates=1)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.unit.infer_models import tiny_decoder
 from thalweg.compression import distillation_loss, init_compression, redundancy_clean
 from thalweg.compression.layers import Mask, iter_compressed, keep_largest
 from thalweg.compression.quantize import fake_quantize, quantize
@@ -155,6 +156,8 @@ def test_the_whole_weights_share_falls_to_nothing() -> None:
         weight, _ = model[0].compression.rows_and_bias(model[0].weight, None)
         torch.testing.assert_close(weight, share * model[0].weight + (1 - share) * rounded)
         assert torch.isfinite(model(x)).all()
+        cleaned = redundancy_clean(copy.deepcopy(model))  # rounded whatever the share is
+        torch.testing.assert_close(cleaned[0].weight, rounded)
         tick(model)
 
 
@@ -372,6 +375,21 @@ def test_a_student_has_the_chosen_layers_of_its_teacher(with_teacher: bool, tmp_
     assert len(type(teacher).from_pretrained(tmp_path).transformer.h) == 1
     with pytest.raises(ValueError, match="the teacher has 2 layers"):
         init_compression(_gpt2(), _reduction([2]), teacher_model=teacher)
+
+
+@pytest.mark.parametrize("chosen", [[0, 2], [2]])
+def test_layers_that_are_kept_keep_their_kind_of_attention(chosen: list[int], tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    whole, tokens = tiny_decoder("gemma3", layer_types=kinds), torch.arange(24)[None]
+    want = copy.deepcopy(whole)
+    want.model.layers = nn.ModuleList(want.model.layers[i] for i in chosen)
+    want.config.num_hidden_layers, want.config.layer_types = len(chosen), [kinds[i] for i in chosen]
+    student = init_compression(whole, _reduction(chosen, module_name_prefix="model.layers"))
+    assert student.config.layer_types == want.config.layer_types
+    logits = want(tokens, use_cache=False).logits
+    torch.testing.assert_close(student(tokens).logits, logits)
+    student.save_pretrained(tmp_path)
+    torch.testing.assert_close(type(student).from_pretrained(tmp_path)(tokens).logits, logits)
 
 
 def test_the_distillation_loss_is_its_formula_and_zero_at_the_teacher() -> None:

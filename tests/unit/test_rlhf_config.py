@@ -283,6 +283,19 @@ def test_a_reward_that_is_no_number_is_an_error(bad: Any) -> None:
         reward(None, ["p", "p"], ["a", "b"], [{}, {}])
 
 
+@pytest.mark.parametrize("takes_all", [True, False])
+def test_a_reward_function_gets_the_columns_of_all_examples(takes_all: bool) -> None:
+    """Blended files have columns of their own; None where a row has it not."""
+
+    def score(prompts: list[str], completions: list[str], word: list[Any], more: int = 2) -> list[float]:
+        assert word == [None, "x"] and more == 2
+        return [1.0, 2.0]
+
+    reward = policy.reward_from_function((lambda **given: score(**given)) if takes_all else score)
+    examples = [{}, {"word": "x"}]
+    assert reward(None, ["p", "p"], ["a", "c"], examples).tolist() == [1.0, 2.0]
+
+
 def test_a_deepspeed_config_is_over_the_options_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its "auto" is what the options say, as a Hugging Face program's; what the loop counts by is said once."""
     found: list[dict[str, Any]] = []

@@ -49,11 +49,70 @@ def test_a_line_of_a_csv_with_too_many_fields_does_not_shift_the_others(tmp_path
             {"prompt": [{"role": "user", "content": "a"}], "chosen": [{"role": "assistant", "content": "b"}]},
             "<user>a<assistant>", "b<|end|>",
         ),
+        (  # whole conversations: ultrafeedback's beside its prompt, TRL's implicit prompt
+            {"prompt": "a", "chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            "<user>a<assistant>", "b<|end|>",
+        ),
+        (
+            {"chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            "<user>a<assistant>", "b<|end|>",
+        ),
+        ({"chosen": [{"role": "assistant", "content": "b"}]}, "", "<assistant>b<|end|>"),
+        ({"prompt": "a", "chosen": [{"role": "assistant", "content": "b"}]}, "<user>a<assistant>", "b<|end|>"),
+        (
+            {"prompt": "a", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            "<user>a<assistant>", "b<|end|>",
+        ),
     ],
 )  # fmt: skip
 def test_forms_of_an_example(example: dict[str, Any], prompt: str, answer: str) -> None:
     assert tuple(map(_text, encode_example(TOKENIZER, example))) == (prompt, answer)
     assert _text(encode_prompt(TOKENIZER, example)) == prompt
+
+
+def test_a_pair_of_conversations_follows_what_they_have_in_common() -> None:
+    """Also where they part before the last message: only then does a user's turn count, as TRL's."""
+
+    def talk(*texts: str) -> list[dict[str, str]]:
+        return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+    same = {"prompt": "a", "chosen": talk("a", "b"), "rejected": talk("a", "c")}
+    early = {"chosen": talk("a", "b", "c", "d"), "rejected": talk("a", "x", "y", "z")}
+    rows = AnswerDataset([same, early], TOKENIZER, 99, ("chosen", "rejected")).rows
+    assert [{name: _text(tokens) for name, tokens in row.items()} for row in rows] == [
+        {"prompt": "<user>a<assistant>", "chosen": "b<|end|>", "rejected": "c<|end|>"},
+        {
+            "prompt": "<user>a<assistant>", "chosen": "b<|end|><user>c<assistant>d<|end|>",
+            "rejected": "x<|end|><user>y<assistant>z<|end|>",
+        },
+    ]  # fmt: skip
+
+
+def make_tokenizer_with_a_beginning() -> Any:
+    """A tokenizer that puts a token of the beginning in front of a text, as Llama's."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    begin = [("<s>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=begin)
+    assert _text(tokenizer("a")["input_ids"][1:]) == "a"
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("example", "prompt"),
+    [
+        ({"prompt": "Q:", "chosen": "yes"}, "<s>Q:"),
+        ({"prompt": "<s>Q:", "chosen": "yes"}, "<s>Q:"),
+        ({"text": "all of it"}, "<s>"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "<user>a<assistant>"),
+    ],
+)
+def test_a_text_begins_as_the_tokenizer_begins_one_and_a_template_s_chat_does_not(example: Any, prompt: str) -> None:
+    tokenizer = make_tokenizer_with_a_beginning()
+    assert tokenizer.decode(encode_example(tokenizer, example)[0]) == prompt
+    assert tokenizer.decode(encode_prompt(tokenizer, example)) == prompt
 
 
 THINKING = (
@@ -98,6 +157,15 @@ def test_parts_are_apart_and_blends_hold_all(tmp_path: Path) -> None:
         load_examples(paths, "0,4,4", "sft", 0)
 
 
+def test_columns_that_a_row_of_a_file_does_not_have_are_not_there(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ({"prompt": "Q", "chosen": "A"}, {"messages": messages})))
+    assert sorted(load_examples([str(path)], "1,0,0", "sft", 0), key=len) == [
+        {"messages": messages}, {"prompt": "Q", "chosen": "A"}
+    ]  # fmt: skip
+
+
 def test_whole_datasets_go_to_one_step_and_a_name_says_which_of_a_hub_dataset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,3 +206,14 @@ def test_prompts_of_an_iteration_depend_on_its_number_alone() -> None:
     first, second = ([p for each in half for p in each] for half in (taken[:3], taken[3:]))
     assert sorted(first) == sorted(second) == sorted(p for p, _ in prompts.items)  # each once in a pass
     assert first != second
+
+
+def test_rows_without_a_prompt_are_left_out_and_none_with_one_is_an_error_that_names_the_columns() -> None:
+    rows = [{"text": "a"}, {"prompt": "b", "word": "x"}, {"prompt": "c", "answer": "y"}]
+    taken = PromptSource(rows, make_tokenizer_with_a_beginning(), 8, seed=0).take(0, 2, 0, 1)
+    assert sorted(example["prompt"] for _, example in taken) == ["b", "c"]
+    assert all(example.keys() == {"prompt", "word", "answer", "text"} for _, example in taken)
+    with pytest.raises(
+        ValueError, match="no example has prompt, messages or chosen messages: they have question, answer"
+    ):
+        PromptSource([{"question": "a", "answer": "b"}], TOKENIZER, 8, seed=0)

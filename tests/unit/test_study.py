@@ -644,10 +644,21 @@ def test_transformers_own_8_bits_are_a_technique(tmp_path: Path, in_process: Any
         assert row["status"] == "ok", row["reason"]
 
 
-def test_training_techniques_have_the_losses_of_plain_torch(tmp_path: Path, in_process: Any) -> None:
-    faster = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0}}}
-    control = {"name": "another rate", "kind": "thalweg_train", "options": {"config": faster}}
-    study = study_of(rounds=1, techniques=["train pytorch", "train thalweg stage 2", control])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_training_techniques_have_the_losses_of_plain_torch(
+    num_micro_batches: int, tmp_path: Path, in_process: Any
+) -> None:
+    accumulation = {"gradient_accumulation_steps": num_micro_batches}
+    faster = accumulation | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0}}}
+    techniques = [
+        {"name": name, "kind": kind, "options": {"config": config}}
+        for name, kind, config in (
+            ("pytorch", "torch_train", accumulation),
+            ("stage 2", "thalweg_train", accumulation | {"zero_optimization": {"stage": 2}}),
+            ("another rate", "thalweg_train", faster),
+        )
+    ]
+    study = study_of(rounds=1, techniques=techniques)
     run_study(study, tmp_path, lambda line: None)
     baseline, ours, other = collect(tmp_path)["rows"]
     assert ours["status"] == "ok", ours["reason"]

@@ -60,16 +60,12 @@ def redundancy_clean(model: Any, deepspeed_config: Any = None, mpu: Any = None) 
         plain = copy.deepcopy(plain, whole)  # collective
     layers = iter_compressed(plain)
     for layer in layers.values():
-        spec = layer.compression.weight
-        if spec is not None:
-            rows = get_rows(layer)
-            rows.copy_(layer.compression.quantized(rows, spec.target_bits))
-        if layer.compression.sparse is not None:
-            get_rows(layer).mul_(layer.compression.sparse().view(get_rows(layer).shape))
-    removals = list(_iter_removals(plain, layers))
-    for removal in removals:
-        _set_to_zero(removal)
-    removals = [one for one in removals if one.mask.related]
+        rows, bias = get_rows(layer), getattr(layer, "bias", None)
+        final_rows, final_bias = layer.compression.rows_and_bias(rows, bias, final=True)
+        rows.copy_(final_rows)
+        if bias is not None and final_bias is not None:
+            bias.copy_(final_bias)
+    removals = [one for one in _iter_removals(plain, layers) if one.mask.related]
     if hasattr(getattr(plain, "config", None), "to_dict"):
         _remove_what_config_says(plain, removals)
     else:
@@ -112,16 +108,6 @@ def _cut_related(layer: Any, kind: str, kept: Tensor, width: int, name: str) -> 
 
 def _positions(kept: Tensor, width: int) -> Tensor:
     return kept.repeat_interleave(width // kept.numel()).nonzero().flatten()
-
-
-def _set_to_zero(removal: _Removal) -> None:
-    rows, bias = get_rows(removal.layer), getattr(removal.layer, "bias", None)
-    if removal.kind == "head":
-        rows.mul_(removal.kept.repeat_interleave(rows.shape[1] // removal.kept.numel()))
-        return
-    rows.mul_(removal.kept.view(-1, *[1] * (rows.dim() - 1)))
-    if bias is not None:
-        bias.mul_(removal.kept)
 
 
 def _remove_what_config_says(model: Any, removals: list[_Removal]) -> None:

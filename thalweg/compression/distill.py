@@ -75,7 +75,7 @@ def _copy(target: nn.Module, source: nn.Module, name: str) -> None:
 
 
 def _keep_layers(model: nn.Module, layers: nn.ModuleList, kept: list[nn.Module]) -> None:
-    count = len(layers)
+    count, places = len(layers), [list(layers).index(layer) for layer in kept]
     layers._modules.clear()
     layers.extend(kept)
     for index, layer in enumerate(kept):
@@ -86,7 +86,7 @@ def _keep_layers(model: nn.Module, layers: nn.ModuleList, kept: list[nn.Module])
     if getattr(config, "num_hidden_layers", None) == count:
         config.num_hidden_layers = len(kept)
         if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[: len(kept)]
+            config.layer_types = [config.layer_types[place] for place in places]
 
 
 def distillation_loss(

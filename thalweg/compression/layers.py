@@ -153,7 +153,7 @@ class Compression(nn.Module):
         return self.bits != before
 
     def quantized(self, weight: Tensor, bits: int) -> Tensor:
-        """The weight (any shape) in ``bits`` bits."""
+        """The weight (any shape) in ``bits`` bits, nothing of it whole."""
         spec = self.weight
         assert spec is not None
         noise = None
@@ -162,20 +162,20 @@ class Compression(nn.Module):
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.steps)
             noise = torch.rand(spec.num_groups, weight.numel() // spec.num_groups, generator=generator)
             noise = noise.to(weight.device)
-        rounded = fake_quantize(weight, bits, spec.num_groups, spec.symmetric, noise=noise)
-        whole = max(0.0, 1.0 - spec.change_ratio * (self.steps + 1 - self.switched_at)) if spec.change_ratio else 0.0
-        return torch.lerp(rounded, weight, whole) if whole else rounded
+        return fake_quantize(weight, bits, spec.num_groups, spec.symmetric, noise=noise)
 
-    def rows_and_bias(self, rows: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The weight, a row for each output, and the bias to compute with."""
-        if self.weight is not None and self.steps >= self.weight.offset and self.bits < 16:
-            rows = self.quantized(rows, self.bits)
-        if self.sparse is not None and self.steps >= self.sparse.offset:
+    def rows_and_bias(self, rows: Tensor, bias: Tensor | None, *, final: bool = False) -> tuple[Tensor, Tensor | None]:
+        """The weight, a row for each output, and the bias to compute with; ``final``: at the schedule's end."""
+        spec, steps = self.weight, math.inf if final else self.steps
+        if spec is not None and steps >= spec.offset and (bits := spec.target_bits if final else self.bits) < 16:
+            rounded, share = self.quantized(rows, bits), spec.change_ratio * (steps + 1 - self.switched_at)
+            rows = torch.lerp(rounded, rows, 1 - share) if 0 < share < 1 else rounded
+        if self.sparse is not None and steps >= self.sparse.offset:
             rows = rows * self.sparse().view(rows.shape)
-        if self.row is not None and self.steps >= self.row.offset:
+        if self.row is not None and steps >= self.row.offset:
             kept = self.row()
             rows, bias = rows * kept.view(-1, *[1] * (rows.dim() - 1)), None if bias is None else bias * kept
-        if self.head is not None and self.steps >= self.head.offset:
+        if self.head is not None and steps >= self.head.offset:
             kept = self.head()
             rows = rows * kept.repeat_interleave(rows.shape[1] // kept.numel())
         if self.shift is not None:

@@ -22,13 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thalweg.compression.compress import init_compression, is_enabled, quantize_layer_weight, weight_quantization
-from thalweg.compression.layers import (
-    CompressedLayer,
-    Compression,
-    compress_layer,
-    is_compressible,
-    iter_compressed,
-)
+from thalweg.compression.layers import CompressedLayer, Compression, compress_layer, is_compressible, iter_compressed
 from thalweg.config import Config
 from thalweg.device import widest_float
 from thalweg.optim.accumulation import StepListener, StepResult

@@ -2,16 +2,19 @@
 
 An example is a row of a dataset, in one of these forms:
 
-- ``prompt`` with ``chosen`` and, for preferences, ``rejected``: texts as DeepSpeed-Chat's, or lists of chat messages;
+- ``prompt`` with ``chosen`` and, for preferences, ``rejected``: texts as DeepSpeed-Chat's, or lists of chat messages,
+  in which without a list of them as ``prompt`` all but the last are the prompt;
 - ``messages``: a conversation, whose last message is the answer;
 - ``text``: all of it counts.
 
-Texts go to the tokenizer as they are; messages through its chat template.  Further columns reach a reward function.
+Texts go to the tokenizer as they are, behind its token of the beginning where it puts one in front; messages through
+its chat template.  Further columns reach a reward function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,15 +76,33 @@ def _load_rows(path: str, config_name: str | None) -> list[Example]:
         found: Any = load_dataset(kind, data_files=str(path), split="train", **options)
     else:
         found = load_dataset(path, config_name, split="train")
-    return list(found)
+    # A column that only other rows have is None there.
+    return [{name: value for name, value in row.items() if value is not None} for row in found]
+
+
+def _split(example: Example, column: str = "chosen") -> tuple[Any, Any]:
+    """Return what is before an answer, and the answer: a text or messages, None where there is none.
+
+    A conversation without messages as its prompt begins with them, as TRL's, and a prompt's text beside it is in it;
+    an answer alone is to that text.
+    """
+    messages = example.get("messages") if column == "chosen" else None
+    prompt: Any = example.get("prompt")
+    answer: Any = messages or example.get(column, example.get("text"))
+    if messages or (isinstance(answer, list) and isinstance(prompt or "", str)):
+        asked = [{"role": "user", "content": prompt}] if prompt else None
+        return answer[:-1] or asked, answer[-1:]
+    return prompt, answer
 
 
 def encode_prompt(tokenizer: Any, example: Example) -> list[int]:
     """Return the tokens before the answer."""
-    prompt = example["messages"][:-1] if "messages" in example else example.get("prompt", "")
-    if isinstance(prompt, str):
-        return tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
-    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+    prompt, _ = _split(example)
+    if isinstance(prompt, list):
+        return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+    tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
+    begin = tokenizer("a")["input_ids"][:1]  # of any text, where the tokenizer puts its token in front
+    return begin + tokens if begin == [tokenizer.bos_token_id] != tokens[:1] else tokens
 
 
 def encode_example(tokenizer: Any, example: Example, column: str = "chosen") -> tuple[list[int], list[int]]:
@@ -90,14 +111,13 @@ def encode_example(tokenizer: Any, example: Example, column: str = "chosen") -> 
     Raises:
         ValueError: the example has no such answer, or its chat template writes what is before it in another way.
     """
-    messages = example.get("messages") if column == "chosen" else None
-    answer = messages[-1:] if messages else example.get(column, example.get("text"))
+    before, answer = _split(example, column)
     if answer is None:
         raise ValueError(f"an example has none of {column}, messages, text: it has {', '.join(example)}")
     if isinstance(answer, str):
         tokens = tokenizer(answer, add_special_tokens=False)["input_ids"]
         return encode_prompt(tokenizer, example), [*tokens, tokenizer.eos_token_id]
-    chat, before = tokenizer.apply_chat_template, messages[:-1] if messages else example.get("prompt", [])
+    chat, before = tokenizer.apply_chat_template, before or []
     whole = list(chat([*before, *answer], return_dict=False))
     # What is to generate may be begun otherwise than what was said: with "<think>", which history is written without.
     for begins in (True, False):
@@ -119,7 +139,9 @@ class AnswerDataset(Dataset[Any]):
         self.pad_id, self.columns, self.rows = pad_token_id(tokenizer), tuple(columns), list[Any]()
         for example in examples:
             pairs = [encode_example(tokenizer, example, column) for column in columns]
-            prompt = min((prompt for prompt, _ in pairs), key=len)  # what all answers follow
+            # What all answers follow: the conversations of a pair may part before their last messages.
+            side_by_side = zip(*(before for before, _ in pairs), strict=False)
+            prompt = [tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, side_by_side)]
             if len(prompt) < max_length - 1:
                 texts = ([*before, *answer][len(prompt) : max_length] for before, answer in pairs)
                 self.rows.append({"prompt": prompt, **dict(zip(columns, texts, strict=True))})
@@ -176,7 +198,11 @@ class PromptSource:
     that goes on has the prompts that it would have had."""
 
     def __init__(self, examples: Sequence[Example], tokenizer: Any, max_length: int, seed: int) -> None:
-        encoded = [(encode_prompt(tokenizer, example), example) for example in examples]
+        prompted = [example for example in examples if _split(example)[0] is not None]
+        columns = dict.fromkeys(name for example in examples for name in example)  # a reward function gets all of them
+        if not prompted:
+            raise ValueError(f"no example has prompt, messages or chosen messages: they have {', '.join(columns)}")
+        encoded = [(encode_prompt(tokenizer, example), columns | example) for example in prompted]
         self.items = [(prompt, example) for prompt, example in encoded if 0 < len(prompt) <= max_length]
         self.seed = seed
         self._order: tuple[int, list[int]] = (-1, [])  # an epoch, and the prompts in its order

@@ -40,22 +40,31 @@ class ValueModel(nn.Module):
         super().__init__()
         self.backbone, self.config = backbone, backbone.config
         self._no_split_modules = getattr(backbone, "_no_split_modules", None)
-        self.value_head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, bias=False)
+        text_config = backbone.config.get_text_config()
+        # OPT-350m's outputs are narrower than its layers.
+        self.value_head = nn.Linear(getattr(text_config, "word_embed_proj_dim", text_config.hidden_size), 1, bias=False)
         nn.init.zeros_(self.value_head.weight)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path) -> ValueModel:
-        """Load what :func:`save_model` wrote, or give a language model a new head, which says 0."""
+    def from_pretrained(cls, path: str | Path, *, needs_head: bool = False) -> ValueModel:
+        """Load what :func:`save_model` wrote or Hugging Face's classifier with one label, or give another model a new
+        head, which says 0; ValueError where it ``needs_head`` of its own."""
         from safetensors.torch import load_file
-        from transformers import AutoConfig, AutoModel
+        from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-        auto_class = with_bottleneck_adapters(AutoModel, AutoConfig.from_pretrained(path))
-        backbone, loading_info = auto_class.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+        config = AutoConfig.from_pretrained(path)
+        is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+        auto_class: Any = AutoModelForSequenceClassification if is_classifier else AutoModel
+        auto_class = with_bottleneck_adapters(auto_class, config)
+        loaded, loading_info = auto_class.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
         check_all_loaded(path, loading_info)
-        model = cls(backbone)
-        head = Path(path) / _HEAD_FILE
+        model, head, score = cls(loaded.base_model), Path(path) / _HEAD_FILE, getattr(loaded, "score", None)
         if head.is_file():
             model.value_head.load_state_dict(load_file(head))
+        elif isinstance(score, nn.Linear) and score.out_features == 1:  # read at the last token, as ours is
+            model.value_head.load_state_dict(score.state_dict())
+        elif needs_head:
+            raise ValueError(f"{path} has no value head: nothing scores; give a reward model or 1-label classifier")
         return model
 
     def save_pretrained(self, path: str | Path) -> None:
@@ -96,16 +105,13 @@ def load_policy(path: str | Path, config: RLHFConfig | None = None) -> Any:
 
 def adapt(model: Any, config: RLHFConfig, task_type: str | None = None) -> Any:
     """Give a model what its options ask for before training: dropout, gradient checkpointing, LoRA."""
+    backbone = getattr(model, "backbone", model)
     if config.dropout is not None:
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = config.dropout
-            elif isinstance(getattr(module, "attention_dropout", None), float):
-                module.attention_dropout = config.dropout
+        _set_dropout(model, config.dropout)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     if config.bottleneck_dim:
-        add_bottleneck_adapters(getattr(model, "backbone", model), config.bottleneck_dim)  # a value head trains, too
+        add_bottleneck_adapters(backbone, config.bottleneck_dim)  # a value head trains, too
     if not config.lora_dim:
         return model
     if has_bottleneck_adapters(model):
@@ -137,8 +143,23 @@ def adapt(model: Any, config: RLHFConfig, task_type: str | None = None) -> Any:
         if ".value_head." in name or not (config.only_optimize_lora or name.endswith(".base_layer.weight")):
             param.requires_grad_(True)
     if config.gradient_checkpointing and config.only_optimize_lora:
-        model.enable_input_require_grads()
+        backbone.enable_input_require_grads()
     return adapted
+
+
+def _set_dropout(model: Any, p: float) -> None:
+    """Set each dropout, wherever a family keeps its own: OPT and BLOOM as a module's number, Falcon in the config that
+    its layers read.  The model's ``own_dropouts`` are what its configs said, for :func:`save_model`."""
+    model.own_dropouts = []
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = p
+        for owner in (module, getattr(module, "config", None)):  # one for many, of which the first finds its values
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
+                if "dropout" in name and isinstance(value, float) and value != p:
+                    setattr(owner, name, p)
+                    if owner is not module:
+                        model.own_dropouts.append((owner, name, value))
 
 
 def build_engine(
@@ -320,6 +341,8 @@ def save_model(engine: Engine, tokenizer: Any, directory: str | Path) -> None:
         temporary = directory.with_name(f".{directory.name}.saving")
         for stale in (temporary, directory):
             remove_tree(FileSystem(), stale)
+        for config, name, value in getattr(weights.skeleton, "own_dropouts", ()):  # the copy's, not those that train
+            setattr(config, name, value)
         weights.skeleton.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         if adapter_state is not None:

@@ -57,7 +57,8 @@ def reward_from_function(function: Callable[..., Sequence[float]]) -> RewardFn:
     taken = {parameter.name for parameter in parameters}
 
     def score(_: Rollout, prompts: list[str], completions: list[str], examples: list[Example]) -> Tensor:
-        columns = {name: [example[name] for example in examples] for name in examples[0] if takes_all or name in taken}
+        names = {name for example in examples for name in example if takes_all or name in taken}
+        columns = {name: [example.get(name) for example in examples] for name in names}
         rewards = list(function(**columns | {"prompts": prompts, "completions": completions}))
         if len(rewards) != len(completions):
             raise ValueError(f"the reward function gave {len(rewards)} numbers for {len(completions)} responses")
@@ -110,6 +111,8 @@ class GRPOTrainer:
     fp32, sharded as the actor is, that becomes the average of its weights.  ``pretraining``: texts whose loss is added.
     """
 
+    min_generations = 2  # one response alone is its group's mean, so all advantages were 0
+
     def __init__(
         self,
         config: RLHFConfig,
@@ -123,6 +126,8 @@ class GRPOTrainer:
         pretraining: AnswerDataset | None = None,
         rollout_ranks: RolloutRanks | None = None,
     ) -> None:
+        if config.num_generations < self.min_generations:
+            raise ValueError("num_generations is 1, and GRPO compares the responses to a prompt: give 2 or more")
         num_rows = config.num_prompts * config.num_generations
         if num_rows % (config.per_device_train_batch_size * config.num_mini_batches):
             raise ValueError(
@@ -149,7 +154,7 @@ class GRPOTrainer:
         )
         self.params = SamplingParams(
             max_tokens=config.max_answer_seq_len, temperature=config.temperature,
-            stop_token_ids=(tokenizer.eos_token_id,), ignore_eos=True,
+            stop_token_ids=(tokenizer.eos_token_id,),  # and at what the generation config ends with, as a turn's end
         )  # fmt: skip
         self.samples: list[dict[str, Any]] = []
         self._ahead: RolloutAhead | None = None
@@ -222,7 +227,9 @@ class GRPOTrainer:
         items = self._items(self.iteration)
         rollout, staleness = self._next_rollout(last)
         examples = [example for _, example in items for _ in range(config.num_generations)]
-        prompts = self.tokenizer.batch_decode([p for p, _ in items for _ in range(config.num_generations)])
+        # The tokenizer's token of the beginning is no part of a text.
+        texts = [prompt[1:] if prompt[0] == self.tokenizer.bos_token_id else prompt for prompt, _ in items]
+        prompts = self.tokenizer.batch_decode([text for text in texts for _ in range(config.num_generations)])
         responses = self.tokenizer.batch_decode(rollout.responses(), skip_special_tokens=True)
         self._set_training(False)
         scores = self.reward(rollout, prompts, responses, examples).float()
@@ -345,6 +352,8 @@ class GRPOTrainer:
 class PPOTrainer(GRPOTrainer):
     """Proximal policy optimisation with a KL penalty (Ziegler et al. 2019; Ouyang et al. 2022); ``critic``: an engine
     of a :class:`.models.ValueModel`."""
+
+    min_generations = 1
 
     def __init__(self, config: RLHFConfig, *args: Any, critic: Engine, **kwargs: Any) -> None:
         self.critic = critic

@@ -23,6 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thalweg.data.batch_feed import cycle
 from thalweg.engine import Engine
+from thalweg.infer.config import EngineConfig
+from thalweg.infer.loader.hf import load_tokenizer
 from thalweg.parallel_dims import init_distributed
 from thalweg.rlhf import checkpoint, losses, models
 from thalweg.rlhf.config import RLHFConfig, Step, load_rlhf_config
@@ -244,7 +246,7 @@ def _train_policy(
             config_name=config.unsupervised_dataset_config_name,
         )  # fmt: skip
         pretraining = AnswerDataset(texts, tokenizer, config.max_seq_len)
-    arguments = config, actor, reference, tokenizer, prompts, _load_reward(config, engines, mesh)
+    arguments = config, actor, reference, tokenizer, prompts, _load_reward(config, engines, tokenizer, mesh)
     more: dict[str, Any] = {"ema": ema, "pretraining": pretraining, "rollout_ranks": ranks}
     if step == "ppo":
         begin = config.critic_model_name_or_path or _find_reward_model(config) or path
@@ -275,13 +277,16 @@ def _find_reward_model(config: RLHFConfig) -> str:
     return named or (str(trained) if trained.is_dir() else "")
 
 
-def _load_reward(config: RLHFConfig, engines: ExitStack, mesh: DeviceMesh | None) -> RewardFn:
+def _load_reward(config: RLHFConfig, engines: ExitStack, tokenizer: Any, mesh: DeviceMesh | None) -> RewardFn:
     if config.reward_function:
         return reward_from_function(_load_function(config.reward_function))
     path = _find_reward_model(config)
     if not path:
         raise ValueError("there is nothing that scores: set reward_function or reward_model_name_or_path")
-    model, options = models.ValueModel.from_pretrained(path), config.of("critic")
+    model, options = models.ValueModel.from_pretrained(path, needs_head=True), config.of("critic")
+    own = load_tokenizer(path, EngineConfig())  # None where the folder has none
+    if own is not None and not tokenizer.get_vocab().items() <= own.get_vocab().items():
+        raise ValueError(f"{path}: a reward model with other tokens than the actor's scores other texts; give another")
     engine = models.build_frozen_engine(model, options, offload=config.offload_reward_model, mesh=mesh)
     return reward_from_model(engines.enter_context(closing(engine)), config.per_device_train_batch_size)
 

@@ -220,7 +220,7 @@ def _thalweg_step(model: Any, config: dict[str, Any]) -> Step:
             loss = engine(**batch).loss
             engine.backward(loss)
             total += loss.item() / len(micro_batches)
-        engine.step()
+            engine.step()  # it counts micro-batches, and updates with a window's last
         return total
 
     return step
