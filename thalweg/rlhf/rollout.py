@@ -51,9 +51,8 @@ class Rollout:
     def __getitem__(self, rows: slice) -> Rollout:
         """Some of the rows, without padding that none of them needs."""
         length = int(self.attention_mask[rows].sum(1).max())
-        input_ids, attention, chosen = (
-            table[rows, :length] for table in (self.input_ids, self.attention_mask, self.response_mask)
-        )
+        tables = self.input_ids, self.attention_mask, self.response_mask
+        input_ids, attention, chosen = (table[rows, :length] for table in tables)
         return Rollout(input_ids, attention, chosen, self.logprobs[rows, : length - 1], self.ended[rows])
 
     def __len__(self) -> int:

@@ -85,12 +85,10 @@ class HybridEngine:
             raise ValueError("the model's own code divides its layers, by tensor_parallel: leave the runner out")
         if self.config.weight_offload:
             raise ValueError("weight_offload: a rollout's weights are new each time and stay in memory; leave it out")
-        degree, world_size = self.config.num_ranks, dist.get_world_size(actor.meshes.world_group)
-        if degree > 1 and (
-            degree != self.config.tensor_parallel_size or world_size % degree or runner == "transformers"
-        ):
+        ranks, world_size = self.config.num_ranks, dist.get_world_size(actor.meshes.world_group)
+        if ranks > 1 and (ranks != self.config.tensor_parallel_size or world_size % ranks or runner == "transformers"):
             raise ValueError(
-                f"{degree} ranks are to generate together: tensor_parallel_size alone may ask for that, must divide "
+                f"{ranks} ranks are to generate together: tensor_parallel_size alone may ask for that, must divide "
                 f"the number of ranks, {world_size}, and is not for the runner transformers"
             )
         self.weights = ActorWeights(actor, _WEIGHT_DTYPES[dtype], torch.device(self.config.device))

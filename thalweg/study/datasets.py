@@ -47,10 +47,8 @@ def load_rows(dataset: StudyDataset) -> list[dict[str, Any]]:
 
     suffix = Path(dataset.path).suffix.lstrip(".").lower()
     if suffix not in _BUILDERS:
-        loaded: Any = datasets.load_dataset(
-            dataset.path, dataset.subset, split=dataset.split, revision=dataset.revision
-        )
-        return list(loaded)
+        found: Any = datasets.load_dataset(dataset.path, dataset.subset, split=dataset.split, revision=dataset.revision)
+        return list(found)
     if not Path(dataset.path).is_file():
         raise ValueError(f"there is no file {dataset.path}")
     if suffix != "parquet":
@@ -60,11 +58,11 @@ def load_rows(dataset: StudyDataset) -> list[dict[str, Any]]:
         # Without index_col a line with more fields than the header shifts all columns, and nobody is told.
         options = {"sep": "\t" if suffix == "tsv" else ",", "index_col": False}
     try:
-        loaded = datasets.load_dataset(_BUILDERS[suffix], data_files=dataset.path, split="train", **options)
+        found = datasets.load_dataset(_BUILDERS[suffix], data_files=dataset.path, split="train", **options)
     except Exception as error:  # of many kinds; of a file without a row, a StopIteration that says nothing
         reason = str(error.__cause__ or error) or "it has no row"
         raise ValueError(f"{dataset.path} cannot be read: {reason}") from error
-    return list(loaded)
+    return list(found)
 
 
 def _check_text_file(path: Path) -> None:

@@ -119,9 +119,7 @@ def describe_shape(config: Any) -> dict[str, int]:
         model: Any = auto_class(config).from_config(config)
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = (
-        getattr(text, "head_dim", None) or getattr(text, "d_kv", None) or text.hidden_size // text.num_attention_heads
-    )
+    dim = getattr(text, "head_dim", None) or getattr(text, "d_kv", None) or text.hidden_size // text.num_attention_heads
     layers = getattr(text, "num_decoder_layers", None) or text.num_hidden_layers
     parameters = sum(p.numel() for p in model.parameters())
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
@@ -131,7 +129,7 @@ def describe_shape(config: Any) -> dict[str, int]:
         # Encoder and decoder may share the embedding, which is no product.
         decoding -= sum(p.numel() for p in model.get_encoder().parameters() if p is not embedding)
     return {
-        "parameters": parameters, "decoding_parameters": decoding, "kv_elements": 2 * layers * heads * width,
+        "parameters": parameters, "decoding_parameters": decoding, "kv_elements": 2 * layers * heads * dim,
         "encoder_decoder": int(config.is_encoder_decoder), "linear_parameters": linear, "itemsize": embedding.itemsize,
         "embedding_parameters": embedding.numel(), "hidden_size": embedding.shape[1],
     }  # fmt: skip

@@ -105,10 +105,9 @@ def _describe_machine(facts: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "transformers", "deepspeed") if facts.get(name))
     commit = f", commit {facts['commit']}" if facts["commit"] else ""
     return (
-        f"{facts['date']}, thalweg {facts['thalweg']}{commit}; {facts['processor']}"
-        f" ({', '.join(facts['features']) or 'no vector extensions named'}), {facts['cores']} cores,"
-        f" {format_bytes(facts['memory'])}, load {facts['load']:.1f} at the start; {versions}, Python"
-        f" {facts['python']}."
+        f"{facts['date']}, thalweg {facts['thalweg']}{commit}; {facts['processor']} "
+        f"({', '.join(facts['features']) or 'no vector extensions named'}), {facts['cores']} cores, "
+        f"{format_bytes(facts['memory'])}, load {facts['load']:.1f} at the start; {versions}, Python {facts['python']}."
     )
 
 
