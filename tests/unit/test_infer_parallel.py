@@ -350,6 +350,30 @@ def test_processes_give_the_same_tokens_and_a_dead_one_is_named(folder: Path, de
     engine.close()
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_step_that_rank_0_leaves_ends_the_engine_on_all_ranks(begun: bool) -> None:
+    """However long the error's traceback lives, which holds what the step was waiting for."""
+    engine = ranks(tiny_decoder("llama"), 2, runner="torch")
+    group, in_step = engine.runner.group, []
+
+    def wait(work: Any, peer: int) -> None:
+        work.wait()
+        in_step.append(peer)
+        if len(in_step) == (5 if begun else 1):  # the message that begins the step is the first
+            raise KeyboardInterrupt
+
+    group._wait = wait
+    engine.add(Request("first", PROMPTS[0], SamplingParams(temperature=0, max_tokens=4)))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        engine.step()
+    (thread,) = engine.threads
+    thread.join(10)
+    assert not thread.is_alive() and caught.tb
+    with pytest.raises(WorkerDiedError, match="Load the engine again"):
+        engine.step()
+    engine.close()
+
+
 def test_a_dropped_engine_leaves_no_process() -> None:
     engine = thalweg.init_inference(tiny_decoder("llama"), mp_size=2, dtype="fp32", max_length=96)
     core: Any = engine.core

@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thalweg.cli import run
+from thalweg.infer.parallel.process_group import WorkerDiedError
+from thalweg.launch import schedulers
 from thalweg.launch.cpu_affinity import assign_cores, cpu_quota, parse_list, physical_cores
 from thalweg.launch.failure import Failure, collect_failures, format_report
 
@@ -140,6 +142,11 @@ def test_a_rank_is_excused_only_for_words_about_a_lost_peer(summary: str, is_pee
     assert Failure(0, 1, 0, record).is_peer_loss is is_peer_loss
 
 
+def test_a_rank_whose_inference_lost_a_peer_is_excused() -> None:
+    kind = f"{WorkerDiedError.__module__}.{WorkerDiedError.__qualname__}"
+    assert Failure(1, 1, 0, {"type": kind, "summary": "WorkerDiedError: inference rank 0 of 2 is gone"}).is_peer_loss
+
+
 def test_the_report_names_signals_with_a_cure(tmp_path: Path) -> None:
     for number, hint in (
         (signal.SIGKILL, "out-of-memory"),
@@ -198,6 +205,18 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(**run.PARSER_OPTIONS)
     run.add_arguments(parser)
     return argparse.Namespace(**vars(parser.parse_args(words)), passthrough=["train.py"])
+
+
+def test_mpirun_takes_the_number_of_threads_to_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(schedulers, "run_command", lambda *given: started.append(given))
+    for words in (["--threads", "3"], []):
+        args = _parse(["--launcher", "mpi", "--nproc", "2", *words])
+        run._run_with_scheduler(args, run._build_spec(args), ())
+    (command, environ), (plain, _) = started
+    assert command[command.index("OMP_NUM_THREADS") - 1] == "-x" and environ["OMP_NUM_THREADS"] == "3"
+    assert "OMP_NUM_THREADS" not in plain, "mpirun warns of a name that is not set"
 
 
 def test_how_often_a_job_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,3 +306,17 @@ print("last", end="")
         text = output.read().decode()
     assert rank.wait(10) == 0
     assert text.replace("x" * 3_000_000, "X") == "|held asked? |\r 10%| childX|last"
+
+
+@pytest.mark.parametrize("note", ["a note\nof two lines", ""])
+def test_an_error_with_a_note_is_summed_up_by_its_own_line(tmp_path: Path, note: str) -> None:
+    rank = _start_rank(tmp_path, 0, f"error = ValueError('boom')\nerror.add_note({note!r})\nraise error", 2)
+    assert rank.wait(60) == 1
+    report = format_report(collect_failures(tmp_path, {0: 1}, {0}), 1)
+    assert report.splitlines()[-1] == "thalweg run: rank 0 of 1 failed, exit code 1: ValueError: boom"
+    assert note in report
+
+
+def test_an_error_that_says_nothing_is_reported(tmp_path: Path) -> None:
+    _record(tmp_path, 0, 1, "custom.Error", "")
+    assert "failed, exit code 1: \n" in format_report(collect_failures(tmp_path, {0: 1}, {0}), 1)

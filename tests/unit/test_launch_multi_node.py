@@ -25,6 +25,7 @@ from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateIm
 from thalweg.launch import local, schedulers
 from thalweg.launch import rendezvous as launch_rendezvous
 from thalweg.launch.cpu_affinity import CpuBinding
+from thalweg.launch.elastic_agent import Agent, LocalElasticAgent
 from thalweg.launch.env_forwarding import collect_forwarded_env
 from thalweg.launch.failure import JobResult
 from thalweg.launch.hostfile import Host, check_hostname, filter_hosts, read_hostfile
@@ -206,6 +207,15 @@ def test_scheduler_commands_are_words() -> None:
         schedulers.build_mpirun_command(schedulers.SchedulerJob(LaunchSpec("x")))
     environ = schedulers.build_environ(schedulers.SchedulerJob(request, TWO), port=20001)
     assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("a", "20001")
+
+
+def test_slots_that_a_scheduler_would_not_take_are_refused() -> None:
+    spec = LaunchSpec("x", nproc="2")
+    for chosen in ((1, 2), (0, 2)):
+        with pytest.raises(ValueError, match="name whole hosts, or use --launcher ssh"):
+            schedulers.SchedulerJob(spec, (Host("b"), Host("a", 4, chosen)))
+    first_slots = schedulers.SchedulerJob(LaunchSpec("x"), (Host("a", 4, (0, 1)),))
+    assert "a:2" in schedulers.build_mpirun_command(first_slots)
 
 
 def test_hosts_started_by_hand_or_by_kubernetes() -> None:
@@ -477,6 +487,42 @@ def test_a_signal_while_the_last_start_is_cleared_away_ends_the_job(
     assert err.count("exit code 4") == (1 if told_to_stop else 2) and result.report.count("exit code 4") == (
         0 if told_to_stop else 1
     )
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_hangup_ends_the_job_unless_nohup_started_it(monkeypatch: pytest.MonkeyPatch, ignored: bool) -> None:
+    class HungUpAgent:
+        pids: ClassVar[dict[int, int]] = {}
+
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def run(self) -> SimpleNamespace:
+            torch_handles = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
+            assert ("SIGHUP" not in torch_handles) is ignored and "SIGTERM" in torch_handles
+            os.kill(os.getpid(), signal.SIGHUP)
+            return SimpleNamespace(is_failed=lambda: False)
+
+    monkeypatch.setattr(local, "_build_agent", HungUpAgent)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        result = local.run_local(LocalJob(LaunchSpec("script.py"), 1, CpuBinding((), 1), {}))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert result.exit_code == (0 if ignored else 129)
+
+
+def test_ranks_have_all_of_their_grace_however_little_torch_would_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    context = SimpleNamespace(close=lambda death_sig, timeout: waited.append(timeout), subprocess_handlers={})
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda agent, group: {})
+    agent: Any = object.__new__(Agent)
+    agent._grace, agent._restart, agent.exited, agent._pcontext = 40.0, 0, set(), context
+    agent._start_workers(
+        SimpleNamespace(spec=SimpleNamespace(max_restarts=0), workers=[SimpleNamespace(global_rank=0)])
+    )
+    agent._pcontext.close(signal.SIGTERM, 30)
+    assert waited == [40.0]
 
 
 def test_hosts_whose_clocks_differ_by_a_day_stay_together(

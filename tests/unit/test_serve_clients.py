@@ -18,6 +18,7 @@ import pytest
 from tests.serve_support import ServerThread, run_toy_server
 from tests.toy_engine import ToyTokenizer, expected_text
 from thalweg.cli import chat
+from thalweg.infer.types import ModelMetadata, RequestOutput
 from thalweg.serve import server as serving
 from thalweg.serve.client import iter_sse
 from thalweg.serve.errors import ApiError
@@ -28,6 +29,7 @@ from thalweg.serve.openai.requests import (
     apply_allowed_tools,
     parse_body,
 )
+from thalweg.serve.openai.responses import AppState, ChatCompletion
 from thalweg.serve.openai.tools import ToolParser, tool_choice_schema
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -270,6 +272,7 @@ def test_half_a_stream_is_no_whole_one(lines: list[bytes], error: type[Exception
 
 
 F, G = ("f", '{"a": 1}'), ("g", "{}")
+TAGGED = '{"a": "it says \\"</tool_call>\\" and <tool_call>"}'
 
 
 @pytest.mark.parametrize(
@@ -293,6 +296,16 @@ F, G = ("f", '{"a": 1}'), ("g", "{}")
         ("[]", None, []),
         (" ", None, []),
         ("<tool_call>no call</tool_call>", None, []),
+        # a tag within a string of the arguments
+        (f'<tool_call>{{"name": "f", "arguments": {TAGGED}}}</tool_call>\n', "\n", [("f", TAGGED)]),
+        # a tag that is missing before the next call, and at the end
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}}\n<tool_call>{"name": "g"}</tool_call>', "", [F, G]),
+        ('<tool_call> {"name": "f", "arguments": {"a": 1}}<tool_call>{"name": "g"}', "", [F, G]),
+        # no calls, and one behind them
+        ('<tool_call>{"f</tool_call> <tool_call>{"name": "g"}</tool_call>', '<tool_call>{"f</tool_call> ', [G]),
+        ('<tool_call>{"name": 3}</tool_call> <tool_call>{"name": "g"}', '<tool_call>{"name": 3}</tool_call> ', [G]),
+        ('<tool_call>{"name": "f</tool_call> and so on', None, []),
+        ('<tool_call>{"name": "f", "a": "</tool_call>", "b": true, "arguments": {"a": 1}}</tool_call>', "", [F]),
     ],
 )
 def test_calls_in_the_forms_that_models_write(said: str, text: str | None, calls: list[Any]) -> None:
@@ -309,6 +322,37 @@ def test_calls_in_the_forms_that_models_write(said: str, text: str | None, calls
         assert [call["index"] for call in found] == list(range(len(calls)))
     early, _ = ToolParser(names=["f"]).feed('{"answer": ')
     assert early == '{"answer": ', "an answer that is no call is not held back"
+
+
+@pytest.mark.parametrize("pieces", [1, 9, 99])
+@pytest.mark.parametrize(
+    ("said", "fields", "reason", "num_calls"),
+    [
+        ('<tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "f", "argum', {}, "length", 1),
+        ('<tool_call>{"name": "f"}</tool_call>\n<tool_', {}, "length", 1),
+        ('<tool_call>{"name": "f"}', {}, "length", 1),
+        ('{"name": "f", "parameters": {}}', {}, "length", 1),
+        ('{"name": "f", "arguments": {}}', {"tool_choice": "required"}, "tool_calls", 1),
+        ('{"name": "f", "arguments": {"a', {"tool_choice": "required"}, "length", 1),
+        ("2 <", {}, "length", 0),
+    ],
+)
+def test_calls_of_an_answer_that_is_cut_short(
+    said: str, fields: dict[str, Any], reason: str, num_calls: int, pieces: int
+) -> None:
+    """There may be more to come, and half a tag behind a call is no text."""
+    body = {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}], **fields}
+    metadata: Any = ModelMetadata("toy", "causal", 99, 257, "fp32")
+    app_state = AppState(None, ChatTokenizer(Spelling()), metadata, "toy", 0)  # type: ignore[arg-type]
+    answer = ChatCompletion(app_state, parse_body(ChatRequest, json.dumps(body).encode()))
+    size = -(-len(said) // pieces)
+    parts = [said[i : i + size] for i in range(0, len(said), size)]
+    outputs = [RequestOutput("", 0, (), part) for part in parts[:-1]]
+    outputs.append(RequestOutput("", 0, (), parts[-1], finish_reason="length"))
+    choices = [chunk["choices"][0] for output in outputs for chunk in answer.chunks(0, output)]
+    text = "".join(choice["delta"].get("content", "") for choice in choices).strip()
+    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+    assert (choices[-1]["finish_reason"], len(calls), text) == (reason, num_calls, "" if num_calls else said)
 
 
 def test_a_demanded_call_that_is_cut_short_is_the_beginning_of_one() -> None:

@@ -12,13 +12,16 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from uvicorn.protocols.http.flow_control import FlowControl
 
 import thalweg
 from tests.serve_support import ServerThread, ThreadLauncher, run_server, run_toy_server, until
 from tests.toy_engine import ToyTokenizer, expected_text, load_engine
+from thalweg.serve.http.guard import HardenedProtocol
 from thalweg.serve.mii import deployment
 from thalweg.serve.openai.requests import ChatTokenizer
 from thalweg.serve.replicas.pool import PoolLimits
@@ -129,8 +132,6 @@ def test_a_client_that_leaves_frees_its_kv(stream: bool) -> None:
 
 
 def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    from thalweg.serve.http.guard import HardenedProtocol
-
     monkeypatch.setattr(HardenedProtocol, "write_seconds", 0.3)
     with run_toy_server("toy:length=100000,blocks=100000") as server:
         sock = socket.socket()
@@ -142,6 +143,30 @@ def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch)
         server.wait_idle(20.0)
         assert server.engines[0].generated < 8 * 90000, "cancelled, not finished"
         sock.close()
+
+
+def test_a_client_that_reads_slowly_gets_all_of_a_large_answer() -> None:
+    """The time begins again as long as less is left; without a socket, whose speed would be the machine's."""
+    started: list[Any] = []
+    call_later = lambda _, callback: started.append(callback) or SimpleNamespace(cancel=started.clear)
+    transport = SimpleNamespace(left=900, get_write_buffer_size=lambda: transport.left, abort=lambda: aborted.append(1))
+    protocol, aborted = object.__new__(HardenedProtocol), list[int]()
+    protocol.loop, protocol._timers = SimpleNamespace(call_later=call_later), {}  # type: ignore[assignment]
+    protocol.transport, protocol.flow = transport, FlowControl(transport)  # type: ignore[arg-type,assignment]
+
+    def time_passes() -> None:
+        started.pop()()
+
+    transport.pause_reading = transport.resume_reading = lambda: None
+    protocol.pause_writing()
+    for transport.left in (600, 599):
+        time_passes()
+        assert len(started) == 1 and not aborted
+    protocol.resume_writing()
+    assert not started, "nothing is left to wait for"
+    protocol.pause_writing()
+    time_passes()
+    assert aborted and not started
 
 
 def test_a_request_that_takes_long_to_prepare_holds_nobody_up() -> None:
@@ -277,6 +302,22 @@ def test_a_pid_that_has_passed_to_another_process_is_left_alone(
             bystander.wait(5)  # control: the same process is ended, or this raises TimeoutExpired
         finally:
             bystander.kill()
+
+
+def test_a_deployment_of_another_host_that_shares_the_home_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(deployment, "boot_id", lambda: "the other", raising=False)
+    deployment.register_deployment("river", "http://127.0.0.1:1", None)
+    (record,) = (tmp_path / "thalweg").iterdir()
+    record.write_text(json.dumps({**json.loads(record.read_text()), "start_time": 1}))  # no process of this host
+    monkeypatch.setattr(deployment, "boot_id", lambda: "this one", raising=False)
+    with pytest.raises(ValueError, match="no deployment"):
+        thalweg.client("river")
+    assert record.exists()
+    deployment.register_deployment("river", "http://127.0.0.1:2", None)
+    assert thalweg.client("river").url == "http://127.0.0.1:2" and record.exists()
 
 
 def test_row42_a_stalled_engine_fails_health_and_is_replaced() -> None:

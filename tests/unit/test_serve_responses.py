@@ -77,6 +77,13 @@ def test_a_response_whole_and_streamed(server: ServerThread) -> None:
     assert lines[0] == "event: response.created" and lines[-4] == "event: response.incomplete", "and no [DONE]"
 
 
+def test_a_stream_that_is_to_include_usage_ends_as_any_other(server: ServerThread) -> None:
+    more = {"stream_options": {"include_usage": True}}
+    asked = {"model": "toy", "input": "x", "max_output_tokens": 3, "extra_body": more}
+    events = list(client_of(server).responses.create(**asked, stream=True))
+    assert events[-1].type == "response.incomplete" and events[-1].response.usage.output_tokens == 3
+
+
 def test_the_clients_accumulator_reads_the_stream(server: ServerThread) -> None:
     with client_of(server).responses.stream(
         model="toy", input="go", max_output_tokens=400, temperature=0, extra_body={"stop": ["stone"]}

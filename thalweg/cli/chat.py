@@ -4,7 +4,8 @@ examples:
   thalweg chat ./my-model
   thalweg chat --url http://127.0.0.1:8000
 
-Ctrl-C ends an answer; an empty line or Ctrl-D ends the conversation; /new begins another.
+Ctrl-C ends an answer (a model that several processes compute, --tensor-parallel, must be loaded again after it);
+an empty line or Ctrl-D ends the conversation; /new begins another.
 """
 
 from __future__ import annotations

@@ -239,18 +239,7 @@ def _check_disk() -> CheckResult:
 
 
 CHECKS: tuple[Callable[[], CheckResult], ...] = (
-    _check_python,
-    _check_torch,
-    _check_core_packages,
-    _check_devices,
-    _check_processor,
-    _check_cpu_features,
-    _check_cpu_kernels,
-    _check_memory,
-    _check_shared_memory,
-    _check_limits,
-    _check_loopback,
-    _check_two_ranks,
-    _check_disk,
-    _check_extras,
-)
+    _check_python, _check_torch, _check_core_packages, _check_devices, _check_processor, _check_cpu_features,
+    _check_cpu_kernels, _check_memory, _check_shared_memory, _check_limits, _check_loopback, _check_two_ranks,
+    _check_disk, _check_extras,
+)  # fmt: skip

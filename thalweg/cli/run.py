@@ -235,6 +235,7 @@ def _run_with_scheduler(args: argparse.Namespace, spec: LaunchSpec, hosts: tuple
         raise ValueError("--max-restarts is not for a scheduler's ranks: it starts them anew with `sbatch --requeue`")
     num_nodes = None if args.num_nodes is None else parse_num_nodes("--num-nodes", args.num_nodes)
     environ = collect_forwarded_env({**os.environ, **_added_environ(args)}, args.env, (Path.home(), Path.cwd()))
+    environ |= {} if spec.threads is None else {"OMP_NUM_THREADS": str(spec.threads)}
     words = tuple(shlex.split(args.launcher_args))
     tasks = schedulers.SchedulerJob(spec, hosts, num_nodes, environ, args.master_addr, args.python, words)
     command = schedulers.build_srun_command if args.launcher == "slurm" else schedulers.build_mpirun_command

@@ -1,6 +1,6 @@
 """torch's elastic agent, told to be quick: what it does late or not at all is mended here (torch 2.13).
 
-- Once a rank has failed, it waits 30 s for one that ignores SIGTERM, whatever time it was given.
+- Once a rank has failed, or a signal has come, it waits 30 s for ranks to end, whatever time it was given.
 - It does not tell the ranks that failed from those that it ended itself.
 - It waits for other hosts in C++, deaf to signals and to a failure there; at the end 300 s and no longer.
 - It starts one host's ranks anew, among the remains of their last start.  ``local.py`` starts a whole job instead, with
@@ -51,7 +51,7 @@ class Agent(LocalElasticAgent):
             if not self.exited:
                 handlers = context.subprocess_handlers.items()
                 self.exited = {first_rank + local for local, handler in handlers if handler.proc.poll() is not None}
-            close(death_sig, min(timeout, self._grace))
+            close(death_sig, self._grace)
 
         context.close = close_in_time
         return self.pids

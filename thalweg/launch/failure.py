@@ -70,8 +70,9 @@ class Failure:
         if self.record is None:
             return False
         kind, names_peer = str(self.record["type"]), _PEER_LOSS.search(str(self.record["summary"])) is not None
-        is_plain_error = kind in ("builtins.RuntimeError", "builtins.ConnectionResetError")
-        return kind.startswith("torch.distributed") or (is_plain_error and names_peer)
+        if kind in ("builtins.RuntimeError", "builtins.ConnectionResetError"):
+            return names_peer
+        return kind.startswith(("torch.distributed", "thalweg.infer.parallel.process_group."))
 
     @property
     def ends_job(self) -> bool:
@@ -87,7 +88,7 @@ class Failure:
     def summary(self) -> str:
         """One line: the exception's, or how the process ended."""
         if self.record is not None:
-            return str(self.record["summary"]).splitlines()[0][:300]
+            return "".join(str(self.record["summary"]).splitlines()[:1])[:300]
         if self.returncode < 0:
             number = -self.returncode
             name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"

@@ -145,13 +145,18 @@ def handle_signals(handler: Callable[[int], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.signal(number, lambda got, _: handler(got)) for number in numbers}
+    before = {number: signal.signal(number, lambda got, _: handler(got)) for number in _ending_signals()}
     try:
         yield
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+def _ending_signals() -> list[signal.Signals]:
+    """The signals that end a job; a SIGHUP that is ignored stays so, as `nohup` means it."""
+    hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, *hangup]
 
 
 def exit_process(exit_code: int) -> NoReturn:
@@ -223,6 +228,7 @@ def _worker_arguments(job: LocalJob, folder: Path) -> list[str]:
 
 def _worker_environ(job: LocalJob, addr: str) -> dict[str, str]:
     environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(job.cpu_binding.num_threads))}
+    environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in _ending_signals())  # by the agent
     if sys.platform.startswith("linux"):
         # Tensors of 2 MiB and more in huge pages: a fault each 4 KiB costs a tenth of a step on a CPU.
         environ["THP_MEM_ALLOC_ENABLE"] = os.environ.get("THP_MEM_ALLOC_ENABLE", "1")

@@ -28,6 +28,10 @@ class SchedulerJob:
     python: str | None = None
     extra_args: tuple[str, ...] = ()  # options for the scheduler's own command
 
+    def __post_init__(self) -> None:
+        if any(host.chosen not in (None, tuple(range(host.num_slots or 0))) for host in self.hosts):
+            raise ValueError("a scheduler chooses the slots itself: name whole hosts, or use --launcher ssh")
+
     def ranks_per_node(self) -> int:
         """Ranks on each host.
 
@@ -87,8 +91,6 @@ def build_environ(job: SchedulerJob, port: int) -> dict[str, str]:
     first = job.master_addr or (job.hosts[0].address if job.hosts else None)
     if first is not None:
         variables["MASTER_ADDR"] = first
-    if job.spec.threads is not None:
-        variables["OMP_NUM_THREADS"] = str(job.spec.threads)
     return variables
 
 

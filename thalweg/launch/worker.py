@@ -188,7 +188,9 @@ def _write_error_record(error: BaseException, folder: str, rank: str) -> None:
     shown = hook is not sys.__excepthook__ and not (hook.__module__ or "").startswith("torch.distributed")
     if shown:  # the script's own hook, a debugger's or a reporter's
         hook(type(error), error, trace)
-    summary = traceback.format_exception_only(error)[-1].strip()
+    alone = traceback.TracebackException(type(error), error, None)
+    alone.__notes__ = None  # they would come last
+    summary = list(alone.format_exception_only())[-1].strip()
     record = {"rank": int(rank), "time_ns": time.time_ns(), "summary": summary, "traceback": text, "shown": shown}
     record["type"] = f"{type(error).__module__}.{type(error).__qualname__}"
     temporary = Path(folder, f"{rank}.error.part")

@@ -16,6 +16,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import asdict, replace
@@ -55,9 +56,17 @@ class DriverRunner(ModelRunner):
         self._finalizer = weakref.finalize(self, comm.close)
 
     def run(self, batch: ModelInput) -> Tensor:
-        """Return fp32 logits of the batch's rows, or the hidden states.  Raises WorkerDiedError."""
-        self._broadcast_step(batch)
-        result = self.inner.run(batch)
+        """Return fp32 logits of the batch's rows, or the hidden states.  Raises WorkerDiedError.
+
+        Any other error ends the engine too, as does Ctrl-C: the others are amid a step that this rank has left.
+        """
+        try:
+            self._broadcast_step(batch)
+            result = self.inner.run(batch)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # what they wait for would keep the connections open
+            self._finalizer()
+            raise
         self._raise_if_failed()
         return result
 

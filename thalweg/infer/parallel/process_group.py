@@ -179,6 +179,8 @@ class InferenceGroup:
 
     def failure_message(self) -> str:
         """Say which rank has ended, and how."""
+        if self._closed.is_set() and self.failed_rank is None:  # the processes have ended with it
+            return "the engine was closed, or an error or Ctrl-C broke off one of its steps. Load the engine again"
         exited = [rank for rank, process in enumerate(self.processes, 1) if process.poll() is not None]
         rank = exited[0] if exited else self.failed_rank
         if rank is None:

@@ -21,6 +21,7 @@ import hashlib
 import hmac
 import http
 import json
+import math
 import socket
 import ssl
 import time
@@ -47,7 +48,7 @@ class HardenedProtocol(HttpToolsProtocol):
     parser: Any
     # From a connection's first moment, or a request's first byte, to the end of its headers.
     header_seconds = 10.0
-    # For which a client may leave 64 KiB of answer unread.
+    # For which a client may read nothing of an answer of which 64 KiB and more are left.
     write_seconds = 30.0
     # For what is left of a body that nobody wanted, after its answer.
     unread_body_seconds = 1.0
@@ -137,7 +138,7 @@ class HardenedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._start_timer("write", self.write_seconds, self.transport.abort)
+        self._check_writing()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -156,6 +157,14 @@ class HardenedProtocol(HttpToolsProtocol):
     def _stop_timer(self, name: str) -> None:
         if timer := self._timers.pop(name, None):
             timer.cancel()
+
+    def _check_writing(self, num_unread: float = math.inf) -> None:
+        """Hang up unless less is unread than the last time: a large answer takes a slow client long."""
+        self._timers.pop("write", None)
+        if (num_left := self.transport.get_write_buffer_size()) < num_unread:
+            self._start_timer("write", self.write_seconds, lambda: self._check_writing(num_left))
+        else:
+            self.transport.abort()
 
     def _on_header_timeout(self) -> None:
         self._timers.pop("headers", None)

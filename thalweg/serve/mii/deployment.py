@@ -2,8 +2,8 @@
 
 ``pipeline`` runs an engine in this process.  ``serve`` starts a server that outlives the program, under a
 name; ``client`` finds it by that name, from any program of the same user.  The name is a file of mode 0600
-in the user's own runtime folder with address, key and process; the server removes it when it ends, and what
-a killed server left is removed by whoever looks next.
+in the user's own runtime folder with address, key and process, for this machine's programs alone; the server
+removes it when it ends, and what a killed server left is removed by whoever looks next.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from thalweg.serve.client import iter_sse, post_json
 from thalweg.serve.errors import ApiError
 from thalweg.utils.atomic_file import publish_file
 from thalweg.utils.processes import is_process_alive, process_start_time
+from thalweg.utils.procfs import boot_id
 from thalweg.utils.timing import wait_until
 
 _DEFAULT_REST_PORT = 28080  # MII's
@@ -202,7 +203,8 @@ def _lookup_deployment(name: str) -> dict[str, Any] | None:
 def _registry_path(name: str) -> Path:
     base = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(base) / "thalweg" if base else Path.home() / ".cache" / "thalweg" / "run"
-    return folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
+    key = f"{boot_id()} {name}"  # hosts that share a home have processes and addresses of their own
+    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
 def _signal_process(pid: int, start_time: int | None, number: int) -> bool:

@@ -239,8 +239,12 @@ class ChatCompletion(_OpenAIAnswer):
         self._started.add(index)
         if self._parse_tool_calls:
             parser = self._parsers[index]
-            text, calls = parser.feed(text, output.finished)
-            if output.finished and parser.num_calls and not parser.truncated:
+            text, calls = parser.feed(text)
+            may_lack_calls = reason == "length" and not self._tool_call_forced
+            if output.finished and not (may_lack_calls and parser.num_calls):  # half a call behind one is no text
+                rest, more = parser.feed("", final=True)
+                text, calls = text + rest, calls + more
+            if output.finished and parser.num_calls and not (parser.truncated or may_lack_calls):
                 reason = "tool_calls"
         delta: dict[str, Any] = {"content": text} if text else {}
         if calls:

@@ -22,7 +22,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError
 from thalweg.infer.types import Request, RequestOutput, SequenceResult
 from thalweg.serve.errors import ApiError, BadRequest
 from thalweg.serve.openai import requests as api
-from thalweg.serve.openai.responses import AppState, ChatCompletion, encode_sse
+from thalweg.serve.openai.responses import Answer, AppState, ChatCompletion, encode_sse
 
 # Fields that would change the answer, and what to do instead; those that say "no" (null, false) are taken.
 _NOT_OFFERED = {
@@ -236,6 +236,7 @@ class ResponsesAnswer(ChatCompletion):
     """``/v1/responses``: what a chat's chunks say, as items and the events that build them."""
 
     end_marker = b""
+    last_chunk = Answer.last_chunk  # none: the last event has the usage in it
 
     def __init__(self, app_state: AppState, request: ResponsesRequest) -> None:
         chat = request.to_chat()

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from thalweg.config.errors import escape_surrogates
 from thalweg.infer.engine.detokenizer import partial_suffix_length
 
-_OPEN_TAG, _CLOSE_TAG = "<tool_call>", "</tool_call>"
+_OPEN_TAG, _CALL_END = "<tool_call>", "</tool_call>|(?=<tool_call>)"  # models forget to close
 _PREFIXES = ("<|python_tag|>", "[TOOL_CALLS]", "<|tool_call|>", "functools")
 # With which a call in JSON may begin.
 _CALL_KEYS = ("name", "type", "function", "arguments", "parameters", "id")
@@ -104,21 +104,17 @@ class ToolParser:
     def _parse_tagged(self, final: bool) -> tuple[str, list[dict[str, Any]]]:
         out, calls = "", []
         while True:
-            start = self._buffer.find(_OPEN_TAG)
-            end = self._buffer.find(_CLOSE_TAG, start) if start >= 0 else -1
-            if start < 0 or (end < 0 and not final):  # what may be, or become, a call is held back
-                if start < 0:
-                    start = len(self._buffer) - (0 if final else partial_suffix_length(self._buffer, _OPEN_TAG))
-                out, self._buffer = out + self._buffer[:start], self._buffer[start:]
+            before, open_tag, rest = self._buffer.partition(_OPEN_TAG)
+            end = re.compile(_CALL_END + r"|\Z" * final).search(rest, _json_length(rest, final))
+            if not open_tag or end is None:  # what may be, or become, a call is held back
+                length = len(before) - (0 if final or open_tag else partial_suffix_length(before, _OPEN_TAG))
+                out, self._buffer = out + before[:length], self._buffer[length:]
                 return out, calls
-            stop = end if end >= 0 else len(self._buffer)
-            body, after = self._buffer[start + len(_OPEN_TAG) : stop], self._buffer[stop + len(_CLOSE_TAG) :]
-            parsed = self._parse_calls(body)
-            out += self._buffer[:start]
-            if not parsed:  # not a call after all: the client sees what the model wrote
-                out += self._buffer[start : stop + len(_CLOSE_TAG)]
+            parsed = self._parse_calls(rest[: end.start()])
+            # If it is not a call after all, the client sees what the model wrote.
+            out += before if parsed else before + open_tag + rest[: end.end()]
             calls += parsed
-            self._buffer = after
+            self._buffer = rest[end.end() :]
 
     def _parse_calls(self, body: str, names: frozenset[str] | None = None) -> list[dict[str, Any]]:
         """The calls that ``body`` is, one behind the other or in a list; none where it is anything else."""
@@ -160,6 +156,15 @@ def _json_objects(text: str) -> list[Any]:
         value, position = decoder.raw_decode(text, position)
         objects += value if isinstance(value, list) else [value]
     return [one.get("function", one) if isinstance(one.get("function"), dict) else one for one in objects]
+
+
+def _json_length(text: str, final: bool) -> int:
+    """Of the value that a text begins with, in whose strings a tag is no tag; the whole while it may become a value."""
+    value = text.lstrip()
+    try:
+        return len(text) - len(value) + json.JSONDecoder().raw_decode(value)[1]
+    except (ValueError, RecursionError):
+        return len(text) if value.startswith(("{", "[")) and not final else 0
 
 
 def _strip_prefix(text: str) -> str:
