@@ -464,7 +464,7 @@ def _held_by_offloaded_activations(rank: int, world: int) -> tuple[int, int, boo
         saved = [offloader.save(torch.full((1 << 18,), float(i), device=device)) for i in range(16)]
         forward = torch.accelerator.max_memory_allocated() - base
         torch.accelerator.reset_peak_memory_stats()
-        right = all([bool((saved.pop().fetch() == i).all()) for i in reversed(range(16))])
+        right = sum(bool((saved.pop().fetch() == i).all()) for i in reversed(range(16))) == 16
         backward = torch.accelerator.max_memory_allocated() - base
     return forward, backward, right
 

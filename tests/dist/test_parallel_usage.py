@@ -106,6 +106,31 @@ def test_a_decoder_for_conditional_generation_predicts_over_the_parts_borders() 
         assert divided == pytest.approx(alone, rel=1e-5)
 
 
+def _two_sequences_at_once(rank: int, world: int) -> list[list[float]]:
+    """Losses of steps over two forward passes each, of other lengths, and one that is not trained on in between."""
+    found = []
+    for policy in ("none", "full"):
+        config = _config(sequence_parallel_size=2, activation_checkpointing={"policy": policy})
+        engine = thalweg.initialize(model=tiny_decoder("llama").train(), config=config)[0]
+        losses = []
+        for step in range(3):
+            first, second = _tokens(step, length=12), _tokens(step + 10, length=9)
+            loss = engine(input_ids=first, labels=first).loss + engine(input_ids=second, labels=second).loss
+            with torch.no_grad():
+                engine(input_ids=_tokens(20, length=7))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.close()
+        found.append(losses)
+    return found
+
+
+def test_a_recomputation_is_of_its_own_sequence_whatever_came_after_it() -> None:
+    for plain, recomputed in run_ranks(_two_sequences_at_once, 2):
+        assert recomputed == pytest.approx(plain, rel=1e-6)
+
+
 def _other_axes(rank: int, world: int) -> list[str]:
     found = []
     for names in (("tp", "dp"), ("dp", "tp")):

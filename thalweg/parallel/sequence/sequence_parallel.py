@@ -53,6 +53,7 @@ from thalweg.parallel.sequence.ulysses import heads_to_tokens, tokens_to_heads
 from thalweg.parallel.shard_spec import split_evenly
 from thalweg.parallel.tensor.heads import AttentionHeads, assign_heads
 from thalweg.parallel.tensor.layers import replace_forward
+from thalweg.utils.trees import iter_tensors
 
 _TILE_TOKENS = 1024  # tokens up to which a mask of the whole sequence is made; on CUDA, whose kernels
 _CUDA_TILE_FACTOR = 16  # for blocks take no mask, 16 times as many
@@ -232,11 +233,16 @@ def apply_sequence_parallel(
             local_batch = splitter.local_batch(batch, attention.sequence_meta.length)
         else:
             attention.sequence_meta, local_batch = sequence_meta.to(tokens.device), batch
-        if attention.sequence_meta.has_own_loss:
-            return inner(self, **local_batch)
-        with SequenceParallelLoss(sp_group, attention.on_token_count):
+        own_meta = attention.sequence_meta
+        if own_meta.has_own_loss:
             output = inner(self, **local_batch)
-        return replace_loss_by_mean(output, sp_group)
+        else:
+            with SequenceParallelLoss(sp_group, attention.on_token_count):
+                output = replace_loss_by_mean(inner(self, **local_batch), sp_group)
+        for tensor in iter_tensors(output):
+            if tensor.requires_grad:  # a backward pass that recomputes is at this sequence again, whatever came between
+                tensor.register_hook(lambda _: attention.restore_context(own_meta))
+        return output
 
     replace_forward(model, forward)
     return attention
