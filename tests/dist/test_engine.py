@@ -742,6 +742,7 @@ def test_the_flops_profiler_shows_one_pass_of_the_step_it_is_told(tmp_path, stag
     first, *modules = text.splitlines()
     assert first.startswith(f"profile of step {profile_step}: {params} parameters") and f"{flops:g} FLOPs" in first
     assert flops == 2 * 2 * 8 * 8 * 2 and [line.split()[0] for line in modules] == ["ShiftedLayers"]
+    assert f"{flops:g} FLOPs" in modules[0]
 
 
 @pytest.mark.parametrize("file", ["", "new/profile.txt", "taken/profile.txt"])
@@ -749,7 +750,10 @@ def test_a_profile_goes_to_the_screen_or_a_new_folder_and_stops_no_training(tmp_
     monkeypatch.chdir(tmp_path)
     Path("taken").write_text("a file")
     (text,) = run_ranks(_profiled_to, 1, file)
-    assert text == (file == "new/profile.txt")
+    assert bool(text) == (file == "new/profile.txt")
+    if text:  # two layers, each with half of the products
+        rows = {line.split()[0]: line.split()[2] for line in text.splitlines()[1:]}
+        assert rows["ShiftedLayers"] == "512" and rows["layers.0"] == rows["layers.1"] == "256", rows
 
 
 def _profiled_to(rank, world, file):
@@ -759,7 +763,9 @@ def _profiled_to(rank, world, file):
         engine.step()
     assert engine.global_steps == 3
     engine.close()
-    return bool(file) and Path(file).is_file() and Path(file).read_text().startswith("profile of step 1")
+    text = Path(file).read_text() if file and Path(file).is_file() else ""
+    assert not text or text.startswith("profile of step 1")
+    return text
 
 
 # Each kind of group: axes, parts of an axis, experts' groups, levels of hosts, those of a thread.

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dist.models import tiny_gpt
+from tests.unit.infer_models import tiny_decoder
+from thalweg.config import load_config
 from thalweg.parallel.pipeline.partition import partition_balanced
 from thalweg.parallel.pipeline.profile_blocks import profile_blocks, stage_costs
 from thalweg.parallel.pipeline.schedules.auto_schedule import choose_schedule, rank_schedules
@@ -59,3 +61,16 @@ def test_measured_costs_find_the_slow_block():
     assert cuts == [range(1), range(1, 3)]
     costs = stage_costs(parts, cuts)
     assert costs.action_cost("B", 0) == pytest.approx(parts[0].backward)
+
+
+def test_a_model_with_a_cache_is_measured_and_partition_may_be_auto():
+    """Its cache would grow from one repeat to the next, and its gradients reach into the last one's graph."""
+    model, tokens = tiny_decoder("llama").train(), torch.arange(8)[None]
+    costs = profile_blocks(model, "model.layers", {"input_ids": tokens, "labels": tokens})
+    assert len(costs) == len(model.model.layers) and all(cost.forward > 0 for cost in costs)
+    assert (
+        load_config(
+            {"train_batch_size": 2, "pipeline": {"stages": 2, "partition": "auto"}}, world_size=2
+        ).pipeline.partition
+        == "auto"
+    )

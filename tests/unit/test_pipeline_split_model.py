@@ -104,10 +104,14 @@ def test_a_stage_that_is_skipped_shows():
 def test_what_cannot_be_cut_says_so():
     model = build("Llama")
     anatomy = find_blocks(model, batch_of())
+    sizes = {"vocab_size": 97, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 4}
+    two_stacks = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
     with pytest.raises(ValueError, match="5 blocks, too few for 6 stages"):
         partition_blocks(model, anatomy, 6)
     with pytest.raises(ValueError, match="no ModuleList of blocks"):
         find_blocks(nn.Linear(2, 2), {"input": torch.ones(1, 2)})
+    with pytest.raises(ValueError, match="or two: write it as a PipelineModule"):
+        find_blocks(two_stacks, batch_of())
 
     class Backwards(nn.Module):
         def __init__(self) -> None:

@@ -142,7 +142,7 @@ def plan_optimizer_load(
         if unknown and strict:
             raise CheckpointMismatchError(
                 f"the optimiser's group {index} has parameters that the saved optimiser did not have: "
-                f"{', '.join(unknown[:8])}; load with strict=False to start them fresh"
+                f"{', '.join(unknown[:8])}; load with load_module_strict=False to start them fresh"
             )
         indices = sorted({group_index[name] for name in members if name in group_index})
         if not members and index < len(saved_groups):

@@ -271,9 +271,8 @@ class Checkpoint:
         if missing and strict:
             problems.append("not in the checkpoint: " + format_list([self._suggest_names(name) for name in missing]))
         if problems:
-            raise CheckpointMismatchError(
-                f"{format_list(problems, 6)}; load with strict=False to skip what is not there"
-            )
+            cure = "load with strict=False (an engine: load_module_strict=False) to skip what is not there"
+            raise CheckpointMismatchError(f"{format_list(problems, 6)}; {cure}")
         return {"used": sorted(set(used)), "missing": missing, "cast": cast}
 
     def _map_concurrently(self, items: Collection[Any], action: Callable[[Any], Any]) -> list[Any]:

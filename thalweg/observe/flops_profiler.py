@@ -112,7 +112,7 @@ class FlopsProfiler:
             depth = name.count(".") + 1 if name else 0
             if module not in self._seconds or (0 <= module_depth < depth):
                 continue
-            flops = sum(by_name.get(f"{root}.{name}" if name else root, {}).values())
+            flops = sum(by_name.get(f"{root}.{name}", {}).values()) if name else self.get_total_flops()
             count = number_to_string(sum(parameter.numel() for parameter in module.parameters()))
             lines.append(
                 f"{'  ' * depth}{name or root}  {count}, "
@@ -151,7 +151,9 @@ class StepProfile:
     def _begin(self, model: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled():  # an evaluation is not a step
             self._profiler.start_profile()
-            self._profiler._enter(model, inputs)  # its hooks of this pass are called already
+            self._profiler._enter(model, inputs)  # its hooks of this pass are called already, and torch's tracker's too
+            assert self._profiler._counter is not None
+            self._profiler._counter.mod_tracker._get_mod_name(model)
 
     def _end(self, model: nn.Module, inputs: Any, output: Any) -> None:
         if not self._profiler.started:

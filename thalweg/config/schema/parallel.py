@@ -95,5 +95,5 @@ class PipelineConfig(without_effect("pipeline")):
     schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipev"] = "1f1b"
     micro_batches: PositiveInt = AUTO
     virtual_stages: PositiveInt = 1
-    partition: str = "best"
+    partition: Literal["auto"] | str = "best"
     activation_checkpoint_interval: NonNegativeInt = 0

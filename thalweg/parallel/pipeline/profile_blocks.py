@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from thalweg.device import synchronize
 from thalweg.parallel.pipeline.schedules.simulate import ActionCosts
+from thalweg.parallel.pipeline.split_model import without_cache
 from thalweg.utils.trees import iter_tensors
 
 _NUM_REPEATS = 3
@@ -50,7 +51,7 @@ def stage_costs(block_costs: Sequence[BlockCost], stage_ranges: Sequence[range])
 
 def profile_blocks(model: nn.Module, list_name: str, batch: Mapping[str, Any]) -> list[BlockCost]:
     """The cost of each block of the ``ModuleList`` named ``list_name``; the last one's includes the exit."""
-    modules = list(model.get_submodule(list_name).children())
+    modules, batch = list(model.get_submodule(list_name).children()), {**without_cache(type(model).forward), **batch}
     calls: list[CallArgs] = []
 
     record_call = lambda module, args, kwargs: calls.append((args, kwargs))

@@ -48,6 +48,11 @@ class BlockLayout:
     block_costs: tuple[float, ...] = field(default=(), repr=False)
 
 
+def without_cache(forward: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments of training: a cache of keys and values is of no use there, and no stage could fill it."""
+    return {"use_cache": False} if "use_cache" in inspect.signature(forward).parameters else {}
+
+
 def find_blocks(model: nn.Module, batch: Mapping[str, Any]) -> BlockLayout:
     """Find the parts of ``model`` by running a copy of it on the meta device on ``batch``.
 
@@ -62,9 +67,9 @@ def find_blocks(model: nn.Module, batch: Mapping[str, Any]) -> BlockLayout:
             "which a stage has its own only: set output_router_logits to false in the model's config"
         )
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
-    if not lists:
+    if not lists or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(
-            f"{type(model).__name__} has no ModuleList of blocks to cut between: write it as a PipelineModule"
+            f"{type(model).__name__} has no ModuleList of blocks to cut between, or two: write it as a PipelineModule"
         )
     name, blocks = max(lists, key=lambda found: sum(p.numel() for p in found[1].parameters()))
     prefix = f"{name}." if name else ""
@@ -240,8 +245,7 @@ class SplitModelStages:
             model.get_submodule(name) for name in layout.exit_modules if self._num_stages - 1 in local_stages
         ]
         full_forward = type(model).forward
-        # A cache of keys and values is of no use in training, and no stage could fill it.
-        self._fixed_kwargs = {"use_cache": False} if "use_cache" in inspect.signature(full_forward).parameters else {}
+        self._fixed_kwargs = without_cache(full_forward)
 
         def forward(module: nn.Module, stage: int, value: Any, batch: Any) -> Any:
             return self._run_stage(partial(full_forward, module), stage, value, batch)
