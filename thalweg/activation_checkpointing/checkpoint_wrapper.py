@@ -41,13 +41,10 @@ def _saved_ops() -> dict[Any, list[str]]:
     aten = torch.ops.aten
     products = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm", "convolution")
     attention = (
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_attention_math",
-        "_scaled_dot_product_fused_attention_overrideable",
-    )
+        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_attention_math", "_scaled_dot_product_fused_attention_overrideable",
+    )  # fmt: skip
     packets = [getattr(aten, name, None) for name in products + attention]
     packets.append(getattr(torch.ops.higher_order, "flex_attention", None))
     operators = {getattr(p, "default", p) for p in packets if p is not None} | get_matmul_ops()

@@ -19,18 +19,7 @@ from thalweg.checkpoint.reader import Checkpoint, Corruption
 from thalweg.checkpoint.save import Snapshot, save_snapshot
 
 __all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointMismatchError",
-    "CheckpointNotFoundError",
-    "CorruptCheckpointError",
-    "Corruption",
-    "FileSystem",
-    "Snapshot",
-    "UnserializableStateError",
-    "build_snapshot",
-    "model_tensors",
-    "open_verified",
-    "restore_module",
-    "save_snapshot",
-]
+    "Checkpoint", "CheckpointError", "CheckpointMismatchError", "CheckpointNotFoundError", "CorruptCheckpointError",
+    "Corruption", "FileSystem", "Snapshot", "UnserializableStateError", "build_snapshot", "model_tensors",
+    "open_verified", "restore_module", "save_snapshot",
+]  # fmt: skip

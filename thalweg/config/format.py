@@ -12,20 +12,10 @@ if TYPE_CHECKING:
     from thalweg.config.schema import Provenance
 
 ALWAYS_SHOWN = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "data_parallel_size",
-    "zero_optimization.stage",
-    "fp16.enabled",
-    "bf16.enabled",
-    "gradient_clipping",
-    "optimizer.type",
-    "scheduler.type",
-    "activation_checkpointing.policy",
-    "compile.enabled",
-    "cpu_kernels",
-)
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "data_parallel_size",
+    "zero_optimization.stage", "fp16.enabled", "bf16.enabled", "gradient_clipping", "optimizer.type",
+    "scheduler.type", "activation_checkpointing.policy", "compile.enabled", "cpu_kernels",
+)  # fmt: skip
 DEEPSPEED_DEFAULTS = {"gradient_clipping": 1.0}  # what it does where a config says nothing, and Thalweg does not
 _DEFAULT_REASONS = {
     "gradient_clipping": "no clipping, because no key asks for it (DeepSpeed 0.19 would clip at "

@@ -10,18 +10,7 @@ from thalweg.data.packing import PackedDataset, open_tokens, pack
 from thalweg.data.tokenizer import train_tokenizer
 
 __all__ = [
-    "Curriculum",
-    "CurriculumSampler",
-    "DataAnalyzer",
-    "DifficultyIndex",
-    "DynamicBatchSampler",
-    "PackedDataset",
-    "StatefulLoader",
-    "build_loader",
-    "cycle",
-    "open_tokens",
-    "pack",
-    "pad_collate",
-    "stdlib_documents",
+    "Curriculum", "CurriculumSampler", "DataAnalyzer", "DifficultyIndex", "DynamicBatchSampler", "PackedDataset",
+    "StatefulLoader", "build_loader", "cycle", "open_tokens", "pack", "pad_collate", "stdlib_documents",
     "train_tokenizer",
-]
+]  # fmt: skip

@@ -12,12 +12,6 @@ from thalweg.nn.sparse_attention.sparsity_config import (
 )
 
 __all__ = [
-    "BSLongformerSparsityConfig",
-    "BigBirdSparsityConfig",
-    "DenseSparsityConfig",
-    "FixedSparsityConfig",
-    "LocalSlidingWindowSparsityConfig",
-    "SparseSelfAttention",
-    "SparsityConfig",
-    "VariableSparsityConfig",
-]
+    "BSLongformerSparsityConfig", "BigBirdSparsityConfig", "DenseSparsityConfig", "FixedSparsityConfig",
+    "LocalSlidingWindowSparsityConfig", "SparseSelfAttention", "SparsityConfig", "VariableSparsityConfig",
+]  # fmt: skip

@@ -32,11 +32,10 @@ from thalweg.nn.tiled_mlp import apply_tiling
 from thalweg.optim.build import build_optimizer
 from thalweg.plan.inputs.input_spec import InputSpec, TensorSpec
 from thalweg.plan.spec.run_spec import RunSpec
-from thalweg.plan.trace.alloc_recorder import AllocationRecorder, TraceEvent
+from thalweg.plan.trace.alloc_recorder import AllocationRecorder, OffloadRecorder, TraceEvent
 from thalweg.plan.trace.fake_groups import apply_fake_sp, apply_fake_tp
 from thalweg.plan.trace.fsdp_events import FsdpEventSource, FsdpUnitEvents, UnitInfo
 from thalweg.plan.trace.gpu_kernels import GpuKernelMode
-from thalweg.plan.trace.offload_recorder import OffloadRecorder
 from thalweg.utils.dtypes import parse_dtype
 from thalweg.utils.trees import first_positive_int, get_loss, iter_tensors
 from thalweg.zero.policy import ZeroPolicy
