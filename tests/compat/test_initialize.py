@@ -15,6 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBa
 from tests.harness import run_ranks
 from tests.marks import nightly
 from tests.unit.infer_models import tiny_decoder
+from thalweg.compat.deepspeed.config import translate_config
 from thalweg.compat.deepspeed.initialization import initialize
 from thalweg.config import ConfigError
 from thalweg.zero.whole_tensors import gather_state_dict
@@ -47,6 +48,15 @@ def test_a_config_that_says_nothing_clips_as_deepspeed_does() -> None:
     (found,) = run_ranks(_clipping, 1)
     assert [limit for limit, _ in found] == [1.0, 0.0, 0.25]
     assert [moved for _, moved in found] == pytest.approx([1.0, 200.0, 0.25], rel=1e-3)
+
+
+def test_an_offload_that_nobody_asked_for_is_passed_over_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    def read(**offload_param: str) -> dict[str, Any]:
+        return translate_config({"zero_optimization": {"stage": 2, "offload_param": offload_param}})
+
+    assert read() == read(device="none") == {"zero_optimization": {"stage": 2}} and not caplog.messages
+    assert read(device="cpu") == read()
+    assert caplog.messages == ["zero_optimization.offload_param does nothing at stage 2"]
 
 
 def _refused_by_two_keys(rank: int, world: int) -> list[str]:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import thalweg
-from tests.unit.infer_models import tiny_decoder
+from tests.unit.infer_models import tiny_decoder, tiny_encoder
+from thalweg.infer import EngineConfig, load_engine
 from thalweg.ops import cpu_kernels
 
 
@@ -87,6 +88,20 @@ def test_it_goes_on_where_the_engine_has_no_room() -> None:
     ended = thalweg.init_inference(short, max_out_tokens=16)
     got = ended.generate(tokens, max_new_tokens=12, do_sample=False)
     assert torch.equal(got, want[:, :16])
+
+
+def test_a_sequence_longer_than_the_models_own_is_cut_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """No error: DeepSpeed's and MII's programs ask for lengths of buffers, in the same words."""
+    short = tiny_decoder("llama", max_position_embeddings=16)
+    for runner in ("torch", "transformers"):
+        caplog.clear()
+        core = load_engine(short, EngineConfig(dtype="fp32", max_model_len=1000), runner=runner)
+        assert core.metadata.max_length == 16
+        assert "max_model_len: this model takes 16 tokens" in caplog.text and "asked for 1000" in caplog.text
+    caplog.clear()
+    assert load_engine(short, EngineConfig(dtype="fp32", max_model_len=16)).metadata.max_length == 16
+    unlimited = load_engine(tiny_encoder("t5"), EngineConfig(dtype="fp32", max_model_len=1000))
+    assert unlimited.metadata.max_length == 1000 and "max_model_len" not in caplog.text
 
 
 def test_it_is_called_like_the_module(engine: Any, model: Any) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -372,6 +373,22 @@ def test_a_step_that_rank_0_leaves_ends_the_engine_on_all_ranks(begun: bool) -> 
     with pytest.raises(WorkerDiedError, match="Load the engine again"):
         engine.step()
     engine.close()
+
+
+def test_a_rank_that_rank_0_leaves_before_they_have_met_says_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where rank 0 refuses the model: its error is the one to read."""
+    stores = list[Any]()
+    monkeypatch.setattr(
+        process_group, "connect_by_store", lambda store, *rest: stores.append(store) or connect_by_store(store, *rest)
+    )
+    tiny_decoder("llama").save_pretrained(tmp_path)
+    group = process_group.spawn_workers(tmp_path, options(tensor_parallel=2))
+    stores.pop().wait(["ready/1"], timedelta(seconds=60))
+    group.close()
+    said = capfd.readouterr().err
+    assert group.processes[0].returncode == 0 and "Traceback" not in said and "frame #" not in said
 
 
 def test_a_dropped_engine_leaves_no_process() -> None:

@@ -124,6 +124,16 @@ def test_the_first_failure_is_found(
     assert text.count("Traceback") <= 1 and "SIGTERM" not in text, "whom the launcher ended is no failure"
 
 
+def test_a_line_that_announces_the_next_is_told_with_it() -> None:
+    def tell(summary: str) -> str:
+        return Failure(0, 1, 0, {"type": "builtins.ValueError", "summary": summary}).summary
+
+    assert tell("ConfigError: 1 problem in x8.json:\n  a (line 2): unknown\n  b") == (
+        "ConfigError: 1 problem in x8.json: a (line 2): unknown"
+    )
+    assert tell("ValueError: boom\nlist:\n  a") == "ValueError: boom" and tell("") == ""
+
+
 @pytest.mark.parametrize(
     ("summary", "is_peer_loss"),
     [

@@ -181,6 +181,30 @@ def test_whole_datasets_go_to_one_step_and_a_name_says_which_of_a_hub_dataset(
     assert asked == [("wikitext", "wikitext-2-raw-v1"), ("wikitext", None)]
 
 
+def test_a_step_that_has_a_part_of_the_data_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = str(make_data(tmp_path / "chats.jsonl", 20))
+    with caplog.at_level("INFO", "thalweg"):
+        assert len(load_examples((path,), "2,4,4", "sft", 0)) == 4
+        load_examples((path,), "2,4,4", "dpo", 0, whole=(path,))
+        load_examples((path,), "0,0,1", "dpo", 0)
+    first, second = caplog.messages
+    assert first == f"sft: 4 of 20 examples of {path} (data_split 2,4,4; --data_split 1,0,0 takes all)"
+    assert second == f"dpo: 28 of 40 examples of {path}, {path} (data_split 2,4,4; --data_split 0,0,1 takes all)"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("broken.jsonl", '{"text": "a"}\n{"text": \n', "in row 1"), ("words.jsonl", "hello\n", "in row 0"),
+        ("empty.jsonl", "", "it is empty"), ("empty.csv", "", "No columns"),
+    ],
+)  # fmt: skip
+def test_a_file_without_rows_that_can_be_read_is_named(tmp_path: Path, name: str, text: str, why: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{name}: no rows to read: .*{why}"):
+        load_examples((str(tmp_path / name),), "1,0,0", "sft", 0)
+
+
 def test_long_answers_are_cut_and_long_prompts_left_out() -> None:
     examples = [{"prompt": "p" * 6, "chosen": "c" * 9}, {"prompt": "p" * 12, "chosen": "c"}]
     data = AnswerDataset(examples, TOKENIZER, 10)

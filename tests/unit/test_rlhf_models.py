@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.rlhf_support import make_tokenizer
-from tests.unit.infer_models import tiny_decoder
+from tests.rlhf_support import make_base, make_data, make_tokenizer
+from tests.unit.infer_models import tiny_decoder, tiny_encoder
 from thalweg.rlhf.config import RLHFConfig
-from thalweg.rlhf.models import ValueModel, adapt
-from thalweg.rlhf.steps import _load_reward
+from thalweg.rlhf.models import ValueModel, adapt, load_policy, load_tokenizer
+from thalweg.rlhf.steps import _load_reward, run_step
 
 IDS = torch.tensor([[5, 9, 100, 7]])
 
@@ -58,6 +58,29 @@ def test_a_reward_model_with_other_tokens_than_the_actor_s_is_an_error(tmp_path:
     config = RLHFConfig(reward_model_name_or_path=str(tmp_path))
     with pytest.raises(ValueError, match="other tokens than the actor's"), ExitStack() as engines:
         _load_reward(config, engines, tokenizer, None)
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, load_policy, ValueModel.from_pretrained])
+def test_a_mistyped_folder_is_named_and_no_hub_is_asked(load: Any) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no folder \./mistyped: give the directory"):
+        load("./mistyped")
+
+
+def test_an_actor_that_is_no_causal_model_is_refused(tmp_path: Path) -> None:
+    tiny_encoder("t5").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a seq2seq model, T5ForConditionalGeneration: an actor is a causal model"):
+        load_policy(tmp_path)
+
+
+def test_too_few_examples_for_an_update_may_be_the_splits_doing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thalweg.rlhf.steps.init_distributed", lambda: None)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    data, base = make_data(tmp_path / "data.jsonl", 20), make_base(tmp_path / "base")
+    config = RLHFConfig(model_name_or_path=str(base), data_path=(str(data),), output_dir=str(tmp_path / "out"))
+    with pytest.raises(ValueError, match=r"sft: 4 examples \(data_split 2,4,4; --data_split 1,0,0 takes all\) do not"):
+        run_step("sft", config)
 
 
 def test_a_model_with_narrower_outputs_than_layers_has_values() -> None:

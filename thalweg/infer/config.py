@@ -16,6 +16,9 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from thalweg.utils.log import get_logger
+
+_log = get_logger(__name__)
 _TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("options.toml").read_text(encoding="utf-8"))
 _DEEPSPEED: dict[str, Any] = _TABLE.pop("deepspeed")
 DEEPSPEED_IGNORED_KEYS = frozenset(_DEEPSPEED["ignored"])
@@ -179,6 +182,15 @@ def from_deepspeed_config(settings: Mapping[str, Any]) -> dict[str, Any]:
     if bits is not None:
         left["quantization"] = f"int{bits}"
     return {**left, **options}
+
+
+def limit_length(model_max: int, requested: int | None) -> int:
+    """Return the tokens requested, or the model's own, with a warning where it has fewer than were requested."""
+    if requested is not None and requested > model_max:
+        _log.warning(
+            "max_model_len: this model takes %d tokens, so that is what it is; asked for %d", model_max, requested
+        )
+    return min(requested or model_max, model_max)
 
 
 def _largest_degree(section: Mapping[str, Any], *keys: str) -> Any:

@@ -86,9 +86,9 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """One line: the exception's, or how the process ended."""
+        """One line: the exception's, with the next where it announces it, or how the process ended."""
         if self.record is not None:
-            return "".join(str(self.record["summary"]).splitlines()[:1])[:300]
+            return "".join(re.sub(r":\n\s*", ": ", str(self.record["summary"]), count=1).splitlines()[:1])[:300]
         if self.returncode < 0:
             number = -self.returncode
             name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"

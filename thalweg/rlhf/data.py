@@ -23,12 +23,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from thalweg.rlhf.rollout import pad_sequences
+from thalweg.utils.log import get_logger
 
+log = get_logger(__name__)
 Example = dict[str, Any]
 _Item = TypeVar("_Item")
 _FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 _OPEN_ROWS = 256  # packed rows that are looked through for room
-_PHASES = {"sft": 0, "reward": 1, "ppo": 2, "dpo": 2, "grpo": 2}
+# The data_split by which a step has all data; where its 1 is, its part is in others.
+WHOLE_SPLITS = {"sft": "1,0,0", "reward": "0,1,0", "ppo": "0,0,1", "dpo": "0,0,1", "grpo": "0,0,1"}
 
 
 def load_examples(
@@ -49,10 +52,11 @@ def load_examples(
     if not (data_path or whole):
         raise ValueError("data_path names no data: give files or names of datasets")
     weights = [float(part) for part in data_split.split(",")]
-    total, phase = sum(weights), _PHASES[step]
-    examples: list[Example] = []
+    total, phase = sum(weights), WHOLE_SPLITS[step].split(",").index("1")
+    examples, num_rows = list[Example](), 0
     for number, path in enumerate((*data_path, *whole)):
         rows = _load_rows(path, config_name)
+        num_rows += len(rows)
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed + number)).tolist()
         first, last = (round(len(rows) * sum(weights[:stop]) / total) for stop in (phase, phase + 1))
         if number >= len(data_path):
@@ -60,12 +64,15 @@ def load_examples(
         examples += [rows[i] for i in order[first:last]]
     if not examples:
         raise ValueError(f"data_split {data_split} leaves no example of {', '.join(data_path)} for {step}")
+    if len(examples) < num_rows:
+        paths, split = ", ".join((*data_path, *whole)), f"{data_split}; --data_split {WHOLE_SPLITS[step]} takes all"
+        log.info("%s: %d of %d examples of %s (data_split %s)", step, len(examples), num_rows, paths, split)
     shuffled = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
     return [examples[i] for i in shuffled]
 
 
 def _load_rows(path: str, config_name: str | None) -> list[Example]:
-    from datasets import load_dataset
+    from datasets import exceptions, load_dataset
 
     if Path(path).suffix in _FORMATS or Path(path).exists():
         kind = _FORMATS.get(Path(path).suffix)
@@ -73,7 +80,10 @@ def _load_rows(path: str, config_name: str | None) -> list[Example]:
             raise ValueError(f"{path}: give a file that exists, in {', '.join(_FORMATS)}")
         # Of a line with more fields than a CSV's header pandas drops the last with a warning; else all columns shift.
         options: dict[str, Any] = {"index_col": False} if kind == "csv" else {}
-        found: Any = load_dataset(kind, data_files=str(path), split="train", **options)
+        try:
+            found: Any = load_dataset(kind, data_files=str(path), split="train", **options)
+        except (exceptions.DatasetGenerationError, StopIteration, ValueError) as error:  # StopIteration: no bytes
+            raise ValueError(f"{path}: no rows to read: {str(error.__cause__ or error) or 'it is empty'}") from error
     else:
         found = load_dataset(path, config_name, split="train")
     # A column that only other rows have is None there.

@@ -18,7 +18,7 @@ from thalweg.config import load
 from thalweg.engine import Engine, initialize
 from thalweg.infer.bottleneck import add_bottleneck_adapters, has_bottleneck_adapters, with_bottleneck_adapters
 from thalweg.infer.config import EngineConfig
-from thalweg.infer.loader.hf import load_model
+from thalweg.infer.loader.hf import get_model_kind, load_model, to_local_folder
 from thalweg.infer.precision import eval_mode
 from thalweg.infer.quantization.checkpoints import check_all_loaded
 from thalweg.parallel_dims import control_group
@@ -52,7 +52,7 @@ class ValueModel(nn.Module):
         from safetensors.torch import load_file
         from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path := to_local_folder(path))
         is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
         auto_class: Any = AutoModelForSequenceClassification if is_classifier else AutoModel
         auto_class = with_bottleneck_adapters(auto_class, config)
@@ -91,7 +91,7 @@ def load_tokenizer(path: str | Path) -> Any:
     """A model's tokenizer; ValueError where it has no end token, which an answer needs."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(to_local_folder(path))
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {path} has no end token: an answer could not end")
     return tokenizer
@@ -100,6 +100,8 @@ def load_tokenizer(path: str | Path) -> Any:
 def load_policy(path: str | Path, config: RLHFConfig | None = None) -> Any:
     """A causal model; with ``lora_dim`` PEFT's model of it."""
     model = load_model(path, EngineConfig(dtype="fp32", device="cpu"))
+    if (kind := get_model_kind(model)) != "causal":
+        raise ValueError(f"{path} is a {kind} model, {type(model).__name__}: an actor is a causal model; give one")
     return model if config is None else adapt(model, config, "CAUSAL_LM")
 
 

@@ -28,7 +28,7 @@ from thalweg.infer.loader.hf import load_tokenizer
 from thalweg.parallel_dims import init_distributed
 from thalweg.rlhf import checkpoint, losses, models
 from thalweg.rlhf.config import RLHFConfig, Step, load_rlhf_config
-from thalweg.rlhf.data import AnswerDataset, PackedAnswers, PromptSource, load_examples
+from thalweg.rlhf.data import WHOLE_SPLITS, AnswerDataset, PackedAnswers, PromptSource, load_examples
 from thalweg.rlhf.packing import forward_rows, response_logprobs
 from thalweg.rlhf.policy import GRPOTrainer, PPOTrainer, RewardFn, reward_from_function, reward_from_model
 from thalweg.rlhf.report import RunLog, write_report_of_steps
@@ -120,7 +120,8 @@ def _train_supervised(
     num_updates = config.num_train_steps or config.num_train_epochs * updates_per_epoch
     if len(data) < size and not config.num_train_steps:
         raise ValueError(
-            f"{step}: {len(data)} examples do not fill one update of {size}: give more, or smaller batches"
+            f"{step}: {len(data)} examples (data_split {config.data_split}; --data_split {WHOLE_SPLITS[step]} takes"
+            f" all) do not fill one update of {size}: give more, or smaller batches"
         )
     path = _find_model(step, config)
     is_reward = step == "reward"

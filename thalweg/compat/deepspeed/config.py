@@ -78,8 +78,9 @@ def translate_config(tree: dict[str, Any]) -> dict[str, Any]:
     stage = zero.get("stage", 0)
     for name, least in (("offload_param", 3), ("offload_optimizer", 1)):
         if isinstance(stage, int) and stage < least and isinstance(zero.get(name), dict):
-            del zero[name]
-            logger.warning("zero_optimization.%s does nothing at stage %d", name, stage)
+            device = zero.pop(name).get("device")
+            if device not in (None, "none"):  # accelerate writes "none" of its own accord
+                logger.warning("zero_optimization.%s does nothing at stage %d", name, stage)
     return tree
 
 

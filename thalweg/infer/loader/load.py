@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from thalweg.device import resolve_device
-from thalweg.infer.config import EngineConfig
+from thalweg.infer.config import EngineConfig, limit_length
 from thalweg.infer.engine.embedding import MAX_NUM_SEQS, EmbeddingEngine, load_pooling
 from thalweg.infer.engine.engine import LLMEngine
 from thalweg.infer.engine.structured_output import make_grammar_compiler
@@ -178,7 +178,7 @@ def _load_encoder(
         for name, child in model.named_modules():  # MPNet's positions begin behind that of the padding
             if name.endswith("position_embeddings") and isinstance(getattr(child, "padding_idx", None), int):
                 model_max = min(model_max, child.num_embeddings - 1 - child.padding_idx)
-        max_length = min(options.max_model_len or model_max, model_max)
+        max_length = limit_length(model_max, options.max_model_len)
     else:
         max_length = get_max_model_len(spec, options.max_model_len)
     runner = runner_type(base.RunnerRequest(model, spec, options, max_length, num_slots=MAX_NUM_SEQS))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thalweg.infer.config import EngineConfig
+from thalweg.infer.config import EngineConfig, limit_length
 
 
 class UnsupportedModelError(ValueError):
@@ -314,16 +314,13 @@ def _walk(part: Any, kind: type) -> Iterator[Any]:
 
 
 def get_max_model_len(spec: DecoderSpec | EncoderSpec, requested: int | None) -> int:
-    """Return the longest sequence for a described model, of at most the tokens requested (``max_model_len``).
+    """Return the longest sequence for a described model: the tokens requested (``max_model_len``), or its own.
 
-    Relative positions, and an encoder's without learned ones, have no end of their own.
+    Relative positions, and an encoder's without learned ones, have no end of their own; else ValueError where more are
+    requested than the model has.
     """
-    if isinstance(spec, EncoderSpec):
-        length = spec.max_length if requested is None else requested
-        return length if spec.position_embeddings is None else min(length, spec.max_length)
-    is_unbounded = spec.encoder is not None and spec.position_embeddings is None
-    model_max = max(spec.max_length, requested or 0) if is_unbounded else spec.max_length
-    return min(requested or model_max, model_max)
+    is_unbounded = spec.position_embeddings is None and (isinstance(spec, EncoderSpec) or spec.encoder is not None)
+    return requested or spec.max_length if is_unbounded else limit_length(spec.max_length, requested)
 
 
 def length_unsupported_reason(spec: DecoderSpec, config: EngineConfig) -> str | None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistNetworkError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.engine.engine import LLMEngine
@@ -277,7 +277,8 @@ def main(argument: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     fields = json.loads(argument)
     torch.set_num_threads(fields["num_threads"])
-    with contextlib.suppress(WorkerDiedError):  # rank 0 has ended or closed the engine: this rank has no other purpose
+    # Rank 0 has ended or closed the engine, if need be before this one has met it: this rank has no other purpose.
+    with contextlib.suppress(WorkerDiedError, DistNetworkError):
         store = TCPStore(LOOPBACK, fields["port"], is_master=False)
         model = load_mmapped(fields["model"], EngineConfig(**fields["options"]))[0]
         ranks = fields["rank"], fields["num_ranks"]

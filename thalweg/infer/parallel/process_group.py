@@ -315,7 +315,8 @@ def spawn_workers(model: str | Path, options: EngineConfig) -> InferenceGroup:
     store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     connect = connect_by_store(store, devices[0], options.ranks_per_stage)
     group = InferenceGroup(connect, 0, num_ranks, num_threads=num_threads)
-    environ = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
+    # Where rank 0 refuses the model, it says why; torch would add what it sees of each connection that is gone.
+    environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, "OMP_NUM_THREADS": str(num_threads)}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         environ.pop(name, None)
     try:

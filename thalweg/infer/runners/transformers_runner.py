@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from thalweg.device import attention_of_many_shapes
-from thalweg.infer.config import EngineConfig
+from thalweg.infer.config import EngineConfig, limit_length
 from thalweg.infer.models.spec import DecoderSpec
 from thalweg.infer.precision import eval_mode
 from thalweg.infer.quantization.modules import copy_to
@@ -190,12 +190,12 @@ def _placed(request: RunnerRequest) -> Any:
 
 
 def get_max_length(config: Any, requested: int | None) -> int:
-    """Return the longest sequence that a model's config lets it have, of at most the tokens asked for."""
+    """Return the longest sequence that a model's config lets it have: the tokens asked for, or all."""
     sizes = [getattr(config, name, None) for name in _MAX_LENGTH_KEYS]
     model_max = next((size for size in sizes if size is not None and size > 0), None)
     if model_max is None:  # a state, or relative positions: nothing ends
         return requested or _DEFAULT_MAX_LENGTH
-    return min(requested or model_max, model_max)
+    return limit_length(model_max, requested)
 
 
 def _rope_switch_length(config: Any) -> int:
