@@ -746,10 +746,9 @@ def test_the_flops_profiler_shows_one_pass_of_the_step_it_is_told(tmp_path, stag
 
 
 @pytest.mark.parametrize("file", ["", "new/profile.txt", "taken/profile.txt"])
-def test_a_profile_goes_to_the_screen_or_a_new_folder_and_stops_no_training(tmp_path, monkeypatch, capfd, file):
-    monkeypatch.chdir(tmp_path)
-    Path("taken").write_text("a file")
-    (text,) = run_ranks(_profiled_to, 1, file)
+def test_a_profile_goes_to_the_screen_or_a_new_folder_and_stops_no_training(tmp_path, file):
+    (tmp_path / "taken").write_text("a file")
+    (text,) = run_ranks(_profiled_to, 1, file and str(tmp_path / file))
     assert bool(text) == (file == "new/profile.txt")
     if text:  # two layers, each with half of the products
         rows = {line.split()[0]: line.split()[2] for line in text.splitlines()[1:]}

@@ -77,11 +77,14 @@ def test_the_index_is_the_samples_by_value_and_counts_are_added_up(whole: Path) 
     assert np.array_equal(found["words_metric_value.npy"], np.bincount(words, minlength=5))
 
 
-def test_another_analysis_in_the_folder_is_by_its_own_function(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"metric_names": ["seqlen"], "metric_types": [], "metric_dtypes": []}
-    for factor in (1, 2):
-        _analyzer(tmp_path, metric_functions=[lambda batch, f=factor: f * batch["length"]], **options).run_map_reduce()
-        assert open_sample_metric(tmp_path, "seqlen")[0] == factor
+def test_parts_of_an_earlier_run_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Another function of the same name is nothing that a folder knows of."""
+    for factor, told in ((1, False), (2, True)):
+        caplog.clear()
+        functions = [lambda batch, f=factor: f * batch["length"], _count_words]
+        _analyzer(tmp_path, metric_functions=functions).run_map_reduce()
+        assert (f"{tmp_path}: 36 of 36 parts are of an earlier run" in caplog.text) == told
+        assert open_sample_metric(tmp_path, "seqlen")[0] == 1
 
 
 def test_an_index_is_opened_by_the_names_of_deepspeed(whole: Path) -> None:

@@ -14,14 +14,13 @@ So the samples up to a difficulty are the first entries of ``index_to_sample``, 
 
 Every file appears by a rename, whole or not at all, and which samples are in a part follows from the number of samples
 alone.  So a map that was stopped goes on with the parts that are missing, also with other numbers of workers and
-processes; the reduce removes the parts.  ``analysis.json`` says what was analysed; a dataset of another size in the
-same folder is refused.
+processes.  ``analysis.json`` says what was analysed; a dataset of another size in the same folder is refused, and parts
+that are taken from an earlier run are told of, as nothing says that its functions and samples were these.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, default_collate
 
 from thalweg.utils.atomic_file import publish_file
+from thalweg.utils.log import get_logger
+
+_log = get_logger(__name__)
 
 _VERSION = 1
 _MAX_PARTS = 1024
@@ -146,7 +148,13 @@ class DataAnalyzer:
         for name, _, _ in self._metrics:
             (self.save_path / name / "parts").mkdir(parents=True, exist_ok=True)
         publish_file(file, lambda target: target.write(json.dumps(about, indent=1).encode()))
-        missing: Any = [part for part in self._parts[self.worker_id :: self.num_workers] if not self._is_done(part)]
+        own = self._parts[self.worker_id :: self.num_workers]
+        missing: Any = [part for part in own if not self._is_done(part)]
+        if len(missing) < len(own):
+            found = f"{len(own) - len(missing)} of {len(own)} parts"
+            _log.warning(
+                "%s: %s are of an earlier run; remove it if data or metrics have changed", self.save_path, found
+            )
         processes = self.num_threads if self.num_threads > 1 else 0
         # Forked: metrics are any functions; what Python 3.14 starts by default takes those alone that it can import.
         context = "fork" if processes and sys.platform == "linux" else None
@@ -180,8 +188,6 @@ class DataAnalyzer:
             _publish_array(Path(f"{base}_sample_to_metric.npy"), values)
             _publish_array(Path(f"{base}_index_to_metric.npy"), values[order])
             _publish_array(Path(f"{base}_index_to_sample.npy"), order.astype(np.int64))
-        for name, _, _ in self._metrics:
-            shutil.rmtree(self.save_path / name / "parts")  # the next analysis may be by another function
 
     def run_map_reduce(self, comm_group: Any = None) -> None:
         """Both; with torch.distributed initialised the ranks of ``comm_group`` are the workers that it waits for."""
