@@ -171,27 +171,26 @@ class Accelerator:
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Bytes that tensors hold; of the processor, what this process holds."""
-        return resident_bytes() if self._type == "cpu" else torch.accelerator.memory_allocated(device_index)
+        return self._count_bytes("memory_allocated", device_index)
 
     def memory_reserved(self, device_index: int | None = None) -> int:
         """Bytes that the allocator holds; of the processor, what this process holds."""
-        return resident_bytes() if self._type == "cpu" else torch.accelerator.memory_reserved(device_index)
-
-    memory_cached = memory_reserved
+        return self._count_bytes("memory_reserved", device_index)
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         """The most that :meth:`memory_allocated` was."""
-        return (
-            resident_bytes(peak=True) if self._type == "cpu" else torch.accelerator.max_memory_allocated(device_index)
-        )
+        return self._count_bytes("max_memory_allocated", device_index)
 
     def max_memory_reserved(self, device_index: int | None = None) -> int:
         """The most that :meth:`memory_reserved` was."""
-        if self._type == "cpu":
-            return resident_bytes(peak=True)
-        return torch.accelerator.max_memory_reserved(device_index)
+        return self._count_bytes("max_memory_reserved", device_index)
 
-    max_memory_cached = max_memory_reserved
+    def _count_bytes(self, name: str, device_index: int | None) -> int:
+        if self._type == "cpu":
+            return resident_bytes(peak=name.startswith("max_"))
+        return getattr(torch.accelerator, name)(device_index)
+
+    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         """Begin to look for the most anew."""

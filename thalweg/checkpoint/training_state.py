@@ -109,9 +109,10 @@ class TrainingState:
             if components.optimizer is not None:
                 components.optimizer.settle()
             optimizer = components.optimizer if load_optimizer and not module_only else None
-            position = checkpoint.state.get(_KEY, {}).get("loader")
-            if position and not (module_only or rewinds) and hasattr(self.loader, "load_state_dict"):
-                self.loader.load_state_dict(position)  # first, as it may refuse
+            if not (module_only or rewinds) and hasattr(self.loader, "load_state_dict"):
+                position = checkpoint.state.get(_KEY, {}).get("loader")  # first, as it may refuse
+                if position:
+                    self.loader.load_state_dict(position)
             state = restore_module(
                 checkpoint,
                 components.module,

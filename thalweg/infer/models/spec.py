@@ -316,8 +316,7 @@ def _walk(part: Any, kind: type) -> Iterator[Any]:
 def get_max_model_len(spec: DecoderSpec | EncoderSpec, requested: int | None) -> int:
     """Return the longest sequence for a described model: the tokens requested (``max_model_len``), or its own.
 
-    Relative positions, and an encoder's without learned ones, have no end of their own; else ValueError where more are
-    requested than the model has.
+    Relative positions, and an encoder's without learned ones, have no end of their own.
     """
     is_unbounded = spec.position_embeddings is None and (isinstance(spec, EncoderSpec) or spec.encoder is not None)
     return requested or spec.max_length if is_unbounded else limit_length(spec.max_length, requested)
