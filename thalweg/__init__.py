@@ -4,8 +4,6 @@ Every public name is resolved on first use, so ``import thalweg`` costs nothing,
 prints nothing and creates no device context.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

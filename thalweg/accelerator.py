@@ -5,8 +5,6 @@ its memory is the host's, its streams are the program's own order.  A name that 
 ``torch.<device>``.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
 from functools import cache

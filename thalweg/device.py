@@ -1,7 +1,5 @@
 """The device a rank computes on, and what the C allocator does with freed memory."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

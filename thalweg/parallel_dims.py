@@ -6,8 +6,6 @@ varies fastest, so that a tensor group is a run of neighbouring ranks, which are
 cuts the data axis into ``dp_outer`` x ``dp``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator, Sequence

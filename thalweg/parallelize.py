@@ -11,8 +11,6 @@ what it leaves.  Each optional feature is an object made here; the engine does n
 their names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace

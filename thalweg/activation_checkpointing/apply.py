@@ -1,7 +1,5 @@
 """Activation checkpointing as a config asks for it: which inputs are kept, where, and by which ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

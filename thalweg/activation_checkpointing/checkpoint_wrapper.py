@@ -1,7 +1,5 @@
 """The units that recompute: policy, per-operator choice, and the class that a checkpointed unit gets."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

@@ -4,8 +4,6 @@ For models that say themselves what is recomputed.  The config's ``activation_ch
 that does not, and more: by unit, by operator, with inputs that leave the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -12,8 +12,6 @@ collectives of training come in no order that theirs could keep.  The thread is 
 waits for it.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace

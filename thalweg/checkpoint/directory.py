@@ -23,8 +23,6 @@ one directory: whoever gives or takes a public name holds the directory's lock w
 looks and renames, so that nobody discards by an old listing what has a new meaning.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What can go wrong with a checkpoint, one class for each thing that a caller may do about it."""
 
-from __future__ import annotations
-
 
 class CheckpointError(RuntimeError):
     """A save or a load failed; nothing that was committed before is lost."""

@@ -7,8 +7,6 @@ written under hidden names and renamed, the index and the config last, so a read
 meets half an export.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping

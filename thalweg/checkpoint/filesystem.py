@@ -7,8 +7,6 @@ method caches, so a sequence of calls is the exact sequence of system calls that
 power-loss replay has to reorder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

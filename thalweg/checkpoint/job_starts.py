@@ -8,8 +8,6 @@ one before, and ends.
 Only a job of ``thalweg run`` has all this, and rank 0 sees to it.  A host that is lost is no crash.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

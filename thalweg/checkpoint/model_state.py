@@ -7,8 +7,6 @@ Nothing here knows how a module was sharded: a parameter is a DTensor or a plain
 and that is all.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator, Mapping

@@ -8,8 +8,6 @@ need not agree at load.  The state of a fresh optimiser is made from the manifes
 dry step is needed to bring it into being.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -6,8 +6,6 @@ groups, values about single parameters, extra state of modules) is merged here, 
 only the first rank's is stored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any

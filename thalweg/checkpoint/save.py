@@ -16,8 +16,6 @@ With a ``BackgroundSave`` each rank copies the pieces that it writes once the pl
 returns; all that follows is done by a thread, in a process group of its own.
 """
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

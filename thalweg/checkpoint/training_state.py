@@ -4,8 +4,6 @@ Counters, loss scale, schedule and loader position go into the checkpoint's stat
 under one key, beside the user's ``client_state``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -11,8 +11,6 @@ Exit codes: 0 for success, 2 for wrong use (arguments, a config, a path that is 
 names the cure; THALWEG_TRACEBACK=1 adds the traceback.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -1,7 +1,5 @@
 """What subcommands share: types of their options, and lines for whoever watches."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys

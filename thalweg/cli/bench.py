@@ -10,8 +10,6 @@ examples:
 # compare with other systems and need those installed.  This subcommand finds them beside the package and
 # starts the one that is asked for with this interpreter; whatever follows NAME goes to the script.
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -8,8 +8,6 @@ Ctrl-C ends an answer (a model that several processes compute, --tensor-parallel
 an empty line or Ctrl-D ends the conversation; /new begins another.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -7,8 +7,6 @@ examples:
   thalweg ckpt export runs/a exported --dtype bf16
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

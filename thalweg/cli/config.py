@@ -8,8 +8,6 @@ examples:
 A config with faults: each of them on standard error, exit code 2.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

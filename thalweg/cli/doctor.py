@@ -10,8 +10,6 @@ Exit code 0 when nothing is broken (warnings allowed), 1 otherwise.
 # Each check is a function that returns one ``CheckResult``; ``CHECKS`` is the order in which they are shown.  A
 # check never raises: what it cannot find out it says.
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import importlib.util

@@ -1,7 +1,5 @@
 """What ``thalweg doctor`` starts on two ranks: one sum over gloo, which exits 3 when it comes out wrong."""
 
-from __future__ import annotations
-
 import datetime
 import sys
 

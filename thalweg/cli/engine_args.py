@@ -4,8 +4,6 @@
 ``--no-...``; sizes are written as 4GiB; a mapping is NAME=DIR, once for each entry.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 from typing import Any

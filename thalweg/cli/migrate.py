@@ -8,8 +8,6 @@ examples:
 A script runs unmodified with `thalweg run --as-deepspeed`; the names that are printed are for who changes the import.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -5,8 +5,6 @@ file, and it sees the module's name in ``__spec__``.  Each program is a function
 ``thalweg``.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

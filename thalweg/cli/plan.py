@@ -11,8 +11,6 @@ Without --device and --device-memory the ranks use this machine's accelerator, o
 Exit code 0, also for a run that does not fit: `fits` says so.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import gc

@@ -10,8 +10,6 @@ A config file is JSON with the options below, `algorithm`, `nproc` and `device` 
 The same command goes on with a run that died.  `thalweg chat OUT/ppo/model` talks to the result.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -12,8 +12,6 @@ LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (a free port, so two jobs can run 
 that of the first rank that failed, 128 + n for signal n.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -12,8 +12,6 @@ or open http://127.0.0.1:8000/ in a browser.  SIGTERM or Ctrl-C finishes what ru
 Keys may also be in the environment variable THALWEG_API_KEY.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

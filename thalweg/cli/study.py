@@ -10,8 +10,6 @@ examples:
 0 also where cells have failed: their rows say why.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -9,8 +9,6 @@ are searched.  Candidates are planned first; the best few are measured on this m
 in processes of their own.  The result is a config that `thalweg.initialize` takes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """One rank of a trial of ``thalweg tune``: opens the job, trains, writes its seconds and its peak."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -18,8 +18,6 @@ has a name in a file system, so nothing is left behind however the job ends.  Th
 objects know nothing of ZeRO.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as _torch_collectives

@@ -9,8 +9,6 @@ host (read by them from shared memory, or sent) and to other hosts.  ``seconds``
 time spent inside the call, waiting for peers included.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

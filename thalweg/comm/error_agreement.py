@@ -1,7 +1,5 @@
 """What every rank must be able to do, or none: an error of one rank is an error of all, at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

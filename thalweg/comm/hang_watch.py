@@ -11,8 +11,6 @@ device's, in the backward pass) is in one, or the device has not done the last o
 and waits where it reads from the device.  Ranks that begin different collectives are told so by ``CollectiveOrder``.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -13,8 +13,6 @@ Two keys are not names: under ``FALLBACK`` stands the module whose names a modul
 instead of all others, under ``PROGRAM`` the module that runs for ``python -m``.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

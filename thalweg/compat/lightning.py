@@ -5,8 +5,6 @@ clipping of gradients and the precision.  A checkpoint is a folder: the engine's
 of its loops and callbacks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from importlib import import_module

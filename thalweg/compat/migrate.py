@@ -5,8 +5,6 @@ shortest config is found by leaving things out while what is read stays the same
 ``compat/*/surface.ini`` know each name, and the objects behind them their arguments.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import importlib

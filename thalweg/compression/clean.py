@@ -7,8 +7,6 @@ is set to zero, with a line in the log.  Llama's config names the width of a hea
 do not.  A model without such a config loses all that has ``related_modules``.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass

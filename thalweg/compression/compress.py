@@ -1,7 +1,5 @@
 """From the keys of a config to the layers that they name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace

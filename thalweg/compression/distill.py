@@ -1,7 +1,5 @@
 """Fewer layers: a student with some of a teacher's, and the loss by which it learns from it (XTC, Wu et al. 2022)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -14,8 +14,6 @@ A *row* is an output of a layer, whatever way its weight lies: of a linear layer
 Hugging Face's Conv1D the second.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache

@@ -11,8 +11,6 @@ The symmetric form with a group for each output is the int8 of :mod:`thalweg.ops
 with it is packed for inference without another rounding.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

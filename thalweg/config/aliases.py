@@ -3,8 +3,6 @@
 Each move is remembered, so that a later complaint names the path that the user wrote.
 """
 
-from __future__ import annotations
-
 import math
 import tomllib
 from dataclasses import dataclass, field

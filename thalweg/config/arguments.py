@@ -1,7 +1,5 @@
 """The arguments by which a launcher tells a script its config."""
 
-from __future__ import annotations
-
 import argparse
 
 

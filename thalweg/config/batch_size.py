@@ -7,8 +7,6 @@ With ``elasticity`` all three follow from the ranks that there are, so that a jo
 another number of them; the batch is the one that DeepSpeed finds for the same block.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Sequence

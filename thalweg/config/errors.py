@@ -4,8 +4,6 @@ A reader never stops at the first fault: every part of this room returns ``Confi
 objects, and whoever was called by the user raises them together as one ``ConfigError``.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass

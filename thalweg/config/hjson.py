@@ -7,8 +7,6 @@ text with a comma in it, is refused.  A key given twice is reported with all its
 line of every path is kept, so that later complaints can name it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass, field

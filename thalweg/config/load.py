@@ -8,8 +8,6 @@ against the schema; cut out what is wrong and validate the rest, so that the rul
 options can still be judged; raise all problems together, in the order of the text.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ The tree holds only dicts with text keys, lists, texts, numbers, booleans and nu
 else a mapping may carry (numpy numbers, torch dtypes, paths, enums) is read as its plain form.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import enum

@@ -1,7 +1,5 @@
 """The reference of all options, made from the schema: ``docs/config.md``."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

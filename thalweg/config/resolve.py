@@ -9,8 +9,6 @@ The rules for buffers follow the ones that Hugging Face uses (hidden^2, 0.9 hidd
 a model that tells no ``hidden_size`` gets the schema's defaults.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@
 of ``support.py`` say what is not built yet and what has no effect.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """Says what an option takes, in words, and which key or value a slip of the pen was near."""
 
-from __future__ import annotations
-
 import difflib
 from functools import cache
 from types import NoneType

@@ -6,8 +6,6 @@ reason.  An option that is neither, and not in an ``UnreadBlock``, is read by th
 which it is, and the frozen list ``tests/repo/config_schema.txt`` shows it for every option.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

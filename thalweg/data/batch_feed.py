@@ -1,7 +1,5 @@
 """Micro-batches on their way into an engine: from the caller's iterator or the engine's own loader."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where text comes from: files on this machine, read in an order that every machine agrees on."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

@@ -8,8 +8,6 @@ position in samples of the whole job, so the loader's state is that of any other
 world size with the samples that it would have met.  Schedules count global batches, from 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ epoch has fewer left than ranks, the largest are halved until each has one; are 
 are left out.  So are samples that are longer than ``max_tokens``, and micro-batches of fewer than ``min_batch_size``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The engine's loader, from what the user gave as ``training_data``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -15,8 +15,6 @@ state is not touched (torch's own loader draws from it at each start, which make
 run's dropout differ).  What is not restored: random transforms *inside* worker processes.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice

@@ -14,8 +14,6 @@ block carries ``document_ids`` (to mask attention) and ``position_ids`` that sta
 at 0 at each document's first token in the block, so positions stay below ``T``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal

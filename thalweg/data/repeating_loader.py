@@ -1,7 +1,5 @@
 """A loader without an end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 

@@ -24,8 +24,6 @@ The end of an epoch, when the ids left do not fill a step:
   are repeated, fewer than ``world_size``, and counted in ``BatchSlice.num_duplicates``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

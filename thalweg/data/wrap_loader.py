@@ -1,7 +1,5 @@
 """Taking over a ``DataLoader`` that the user already has."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from functools import partial

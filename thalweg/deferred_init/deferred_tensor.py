@@ -16,8 +16,6 @@ which silently does nothing to a meta tensor; there, moving a tensor to the CPU 
 gives its real value (moving a whole module does nothing: it would break ties).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Flatten the arguments of operators; torch's general pytrees cost more than the operators here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -10,8 +10,6 @@ A recorded operation finds the random state that it found when it was recorded; 
 the default generator is as before when replay has finished.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager

@@ -15,8 +15,6 @@ but the first hold a stand-in, whose values are lost, as in an ordinary build.
 What none of these writes has no value, which is an error that names the modules.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Iterator

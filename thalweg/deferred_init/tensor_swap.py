@@ -5,8 +5,6 @@ AccumulateGrad node of a tensor that is part of a live graph.  Here the exchange
 later (or the tensor was in no graph), so such a node finds the tensor that it knows again.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

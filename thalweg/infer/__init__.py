@@ -1,7 +1,5 @@
 """Inference: an engine that works off requests (``types.py`` says what it promises)."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from thalweg.infer.config import EngineConfig

@@ -9,8 +9,6 @@ engine's description of the family says (``infer/models``); the model's config t
 with it loads as the model that it was (:func:`with_bottleneck_adapters`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

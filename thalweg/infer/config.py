@@ -7,8 +7,6 @@ keywords; :func:`from_deepspeed_config` translates the keys of ``init_inference`
 The names are vLLM's where vLLM has the option.
 """
 
-from __future__ import annotations
-
 import functools
 import tomllib
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ the engine puts them back (but for the dtype).  In fp32 images have the bits tha
 nothing, whatever the dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Hugging Face's ``generate`` on an engine: its arguments in, its tensor out."""
 
-from __future__ import annotations
-
 import copy
 import secrets
 from typing import Any

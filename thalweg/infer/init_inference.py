@@ -1,7 +1,5 @@
 """``thalweg.init_inference`` in DeepSpeed's form: called like the model, and it generates fast."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

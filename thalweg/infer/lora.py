@@ -5,8 +5,6 @@ with a pair of matrices for each module it adapts.  A described layer may stack 
 their outputs into another order; its pair is then stacked too: A by rows, B block by block, in that order.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

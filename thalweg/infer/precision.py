@@ -1,7 +1,5 @@
 """What the options ask weights and activations to be, and the check that a description is right."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

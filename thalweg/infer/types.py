@@ -13,8 +13,6 @@ The invariants:
 - ``step`` reports the end of every request that was added, whatever happens, unless it was aborted.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence

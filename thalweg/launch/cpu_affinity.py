@@ -5,8 +5,6 @@ cores.  Cores are dealt in contiguous runs of the machine's own order (NUMA node
 hardware threads of one core stay together, so a rank's memory is near it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@
   an agent for each start; torch's variables count these.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

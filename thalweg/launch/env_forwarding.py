@@ -5,8 +5,6 @@ the files ``.deepspeed_env`` and ``.thalweg_env`` (``NAME=VALUE`` a line) in the
 or the file that ``DS_ENV_FILE`` names; and ``--env NAME[=VALUE]``.  They travel as data, not on a command line.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path

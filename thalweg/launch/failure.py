@@ -6,8 +6,6 @@ exception that does not speak of a lost peer comes before one that does; time de
 Ranks that the launcher itself stopped are left out.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -6,8 +6,6 @@ with slots or as a whole.  Names come from files and command lines, so they are 
 them to another program.
 """
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Which of this host's interfaces leads to an address; asked of the kernel, nothing is sent."""
 
-from __future__ import annotations
-
 import socket
 import struct
 import sys

@@ -4,8 +4,6 @@ The scheduler starts one process for each rank and sets its own variables, which
 goes on the command line is a list of words, never a shell's line.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Which parameters are of experts, and groups of them for an optimizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

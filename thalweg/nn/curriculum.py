@@ -5,8 +5,6 @@ nothing has to be known of the data: every batch is cut to that length on its wa
 the same step, so they cut alike, and a run that is resumed goes on where it was: there is no state.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

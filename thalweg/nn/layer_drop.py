@@ -14,8 +14,6 @@ the layers of its largest list of alike modules are dropped from outside; one wi
 ``forward`` takes any keyword.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import random

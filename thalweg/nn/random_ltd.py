@@ -10,8 +10,6 @@ forward pass in it and the layer alone: a run that is resumed draws what it woul
 see the same tokens.  Evaluation takes every token through every layer.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -11,8 +11,6 @@ state dict are those of the plain module.  A module that mixes positions (attent
 tiled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

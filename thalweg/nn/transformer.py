@@ -6,8 +6,6 @@ same for anybody's model.  Shape legend: B batch, T sequence, D width, V vocabul
 H heads.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 
 import torch

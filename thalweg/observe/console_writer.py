@@ -4,8 +4,6 @@ Both go to standard error, so that standard output stays free for what a program
 asked to print (``--json``).
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

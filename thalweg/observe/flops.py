@@ -1,7 +1,5 @@
 """How much arithmetic a model asks for, and how much memory this process holds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -5,8 +5,6 @@ and an add are two); what is elementwise is left out, a thousandth of a transfor
 twice as many.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Pages and pictures that need no network: the templates of ``pages/``; ``base.html`` is what the pages share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from thalweg.utils.formatting import format_bytes, format_seconds

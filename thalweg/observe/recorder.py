@@ -9,8 +9,6 @@ that fails in mid-run (disk full, service gone) is dropped with one warning, whi
 cannot be *built* is an error at the start; files are only ever appended to.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Counting is local and cheap; only a record that somebody reads costs a collectiv
 all-reduce of five numbers, and which steps are read is the same on every rank.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

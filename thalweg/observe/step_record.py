@@ -1,7 +1,5 @@
 """The one row that describes an optimiser step, and what a writer of such rows must do."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Plain text tables for the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

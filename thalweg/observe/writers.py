@@ -8,8 +8,6 @@ the next is written, so it spoils nothing but itself.  Every row is flushed.
 The packages of services are imported only when asked for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import json

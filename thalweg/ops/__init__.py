@@ -22,8 +22,6 @@ The invariants:
 - Private names of torch appear in ``_torch_private.py`` alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from thalweg.ops.linear.autotune_cache import get_autotune_cache

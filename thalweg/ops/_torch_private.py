@@ -4,8 +4,6 @@ Every one is looked up, never assumed: where a torch build lacks it, the caller 
 ``None`` or ``False`` and takes the plain operator.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 The optimizers lie in ``thalweg.optim``, above this room, since they step over shards; kernels are all that is here.
 """
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 _DEEPSPEED_NAMES = ("DeepSpeedCPUAdam", "FusedAdam")

@@ -1,7 +1,5 @@
 """A computation with a derivative of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar

@@ -7,8 +7,6 @@ own ``fully_shard`` and ``parametrize`` do.  Parameter names, repr, hooks and st
 stay; ``isinstance`` holds; a deep copy keeps the new forward; a pickle holds the plain class.
 """
 
-from __future__ import annotations
-
 import copy
 import copyreg
 import types

@@ -14,8 +14,6 @@ group, written where the result belongs, bias and weight gradients included; on 
 torch's grouped kernel for bf16 (in other dtypes torch itself goes through the groups, after a wait).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property

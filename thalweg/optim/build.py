@@ -1,7 +1,5 @@
 """From the names in a ``ds_config.json`` to an optimiser and a schedule; the config has checked keys and values."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any

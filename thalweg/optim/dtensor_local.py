@@ -20,8 +20,6 @@ that shards it. A plain tensor, or a ``DTensor`` replicated everywhere, has none
 of it, and adding up over ranks would count it more than once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar

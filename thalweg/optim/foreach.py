@@ -4,8 +4,6 @@ They are documented but carry an underscore. On a GPU one call is a few kernels 
 it saves the Python call for each tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -14,8 +14,6 @@ the optimizer's state from a save to the next step.  A job of other sites goes o
 is what was left out in all; one of a single site adds them to its first gradient.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

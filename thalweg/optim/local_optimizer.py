@@ -8,8 +8,6 @@ Muon). Each has a counterpart here with the same groups and the same state, so a
 class is turned into its counterpart. Any other class, a user's own or a library's, is left as it is.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any

@@ -16,8 +16,6 @@ stops growing at ``max_loss_scale``, 2**64 unless a config says otherwise (a mod
 drive it to infinity, and infinity times zero is NaN), and the error at the floor says what to do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from thalweg.config.schema.training import FP16

@@ -18,8 +18,6 @@ On purpose different: lists with one entry per parameter group are taken whereve
 group that joins later, by ``add_param_group``, keeps the rate that it came with, as with torch's schedulers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

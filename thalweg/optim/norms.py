@@ -16,8 +16,6 @@ fp64: of a few elements fp32 is off by 3e-8. An accelerator's kernel for lists o
 nothing is widened in memory, nothing overflows, and the host need not look.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar

@@ -15,8 +15,6 @@ its parameter, ``exp_avg`` say, is then shown as ``sites.exp_avg`` of (sites, *s
 memory; beside it ``outer_momentum``.  A job of as many sites takes its rows, any other job the mean of them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

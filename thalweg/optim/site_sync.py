@@ -4,8 +4,6 @@ A :class:`SiteSync` says what crosses from one to the other, and has the state t
 of it, ``sites.exp_avg`` say, of (sites, *shape): a job of as many sites takes its rows, any other job their mean.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

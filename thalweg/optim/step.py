@@ -17,8 +17,6 @@ goes on to the next forward pass.  What hangs on the verdict here (counters, los
 somebody asks, or when the next update or scaled backward pass begins; the norm has then long been copied.
 """
 
-from __future__ import annotations
-
 import copy
 import statistics
 from collections import deque

@@ -15,8 +15,6 @@ to the bit.  So random numbers come from two streams: the common one outside, an
 one that each rank derives from a common draw, which makes recomputation see it again.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

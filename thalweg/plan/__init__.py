@@ -12,8 +12,6 @@ This package is callable: ``thalweg.plan(model, config, ...)`` is :func:`thalweg
     search       many configs                   ->  the cheapest that fits
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import types

@@ -1,7 +1,5 @@
 """``thalweg.plan``: from a model, a config and the machines to a :class:`Plan`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -7,8 +7,6 @@ crosses the network with one rank's share of every node, the two-level forms cro
 ZeRO++ sends in few bits counts in those.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass

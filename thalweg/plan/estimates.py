@@ -5,8 +5,6 @@ They take a model of 16-bit weights under mixed-precision Adam: 2 bytes a parame
 neither activations nor this machine nor the config; :func:`thalweg.plan` does.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from itertools import product

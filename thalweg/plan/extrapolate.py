@@ -13,8 +13,6 @@ the blocks at the front by their number from there and those at the back by thei
 at full depth.  What is between front and back lies on a line between them.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import asdict

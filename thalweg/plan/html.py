@@ -1,7 +1,5 @@
 """The plan as one HTML page that needs no network: the table, and the memory timeline of a step as SVG."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise

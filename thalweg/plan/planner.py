@@ -1,7 +1,5 @@
 """A model, a batch and the machines, which are asked about one config after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial

@@ -10,8 +10,6 @@ of the config, else what the device, the kernel (MemAvailable), the cgroup and t
 limits leave.  ``memory.preflight``: ``"refuse"``, ``"warn"`` or ``"off"``.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

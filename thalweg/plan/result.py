@@ -1,7 +1,5 @@
 """The result of a plan: bytes, traffic and seconds; as JSON, and as a table for people (the page is ``html.py``)."""
 
-from __future__ import annotations
-
 import csv
 import json
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """The plan's view of a job that is about to run: its ranks, what they may use, and its open options."""
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Callable

@@ -4,8 +4,6 @@ On a CPU rank everything runs on the same cores, so the parts add up.  On a GPU 
 overlap with arithmetic, and a step takes the longer of the two and a tenth of the shorter.
 """
 
-from __future__ import annotations
-
 from thalweg.plan.spec.cluster import Cluster
 from thalweg.plan.spec.run_spec import INTER_NODE, INTRA_NODE, RunSpec
 from thalweg.plan.trace.step import MAX_TRACED_MICRO_BATCHES, StepTrace

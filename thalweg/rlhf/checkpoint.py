@@ -10,8 +10,6 @@ asked for it, so actor and critic never come from different steps.  Checkpoints 
 removed after it has been replaced, and not before.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

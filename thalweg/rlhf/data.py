@@ -11,8 +11,6 @@ Texts go to the tokenizer as they are, behind its token of the beginning where i
 its chat template.  Further columns reach a reward function.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path

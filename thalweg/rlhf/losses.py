@@ -8,8 +8,6 @@ weighs each part by its tokens (``token_weighted_loss``, ``engine.backward(loss,
 more for being short.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ An answer sees its prompt and itself; positions go on from the prompt's.  Prefer
 as well, so a batch of pairs has about half of its padded tokens.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What a run did, as lines of JSON while it goes on and as one HTML page that needs no network."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -20,8 +20,6 @@ Invariants: all ranks take part in each question and its answer, in the order in
 the others read the same.  Training waits for the sync, not for what is generated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict

@@ -5,8 +5,6 @@ when the step is done), ``metrics.jsonl`` and ``report.html``; ``OUTPUT_DIR/<ste
 goes on from.  A later step begins from an earlier one's result unless its options name another model.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence

@@ -23,8 +23,6 @@ itself, without collectives, so unequal lengths (or no prompts at all) cannot ma
 requests (any more) computes for the others until none of them has.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping

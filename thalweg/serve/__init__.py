@@ -31,8 +31,6 @@ The invariants:
 - No process outlives the server: a replica ends when its socket does, however the server ended.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 from typing import Any

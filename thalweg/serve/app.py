@@ -1,7 +1,5 @@
 """The application: which path means what, and how errors look."""
 
-from __future__ import annotations
-
 import importlib.resources
 import time
 import urllib.parse

@@ -1,7 +1,5 @@
 """A small client for our own programs: a JSON object to a server, and what it answers or streams."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

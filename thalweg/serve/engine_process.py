@@ -14,8 +14,6 @@ request that can never run), ``embedded``, ``beat`` (progress and gauges), ``fat
 hold their default are left out; numbers may be infinite, as Python's JSON writes them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

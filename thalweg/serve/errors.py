@@ -3,8 +3,6 @@
 What several places raise or catch has a class, with its HTTP status.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any

@@ -4,8 +4,6 @@ SIGTERM or SIGINT once: no new connections, requests on old ones get 503, what w
 at most ``drain_seconds``; then streams end with an error that says so.  A second signal ends at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -7,8 +7,6 @@ An exchange moves no byte.  Two ranges of addresses change places in the file, s
 values beside the old ones and then make them appear at the old address, all at once or not at all.
 """
 
-from __future__ import annotations
-
 import mmap
 from bisect import bisect_left, bisect_right
 from typing import NamedTuple

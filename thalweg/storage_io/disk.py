@@ -4,8 +4,6 @@ A test gives ``SwapFile`` a ``Disk`` of its own that fails, stalls or transfers 
 room opens, reads or writes a file.  Errors are the ``OSError`` of the system.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import mmap

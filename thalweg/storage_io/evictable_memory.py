@@ -16,8 +16,6 @@ copies from them.  A ring bounds the memory of a stream whatever the size of wha
 needs the next buffer first waits for the transfer that last used it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

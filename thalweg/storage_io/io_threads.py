@@ -6,8 +6,6 @@ is the hand-over, some 30 us a block.  Threads start at the first transfer, neve
 first transfer, and waiting there for a ticket of the parent is an error, not a hang.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterable

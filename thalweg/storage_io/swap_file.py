@@ -21,8 +21,6 @@ Space is taken in full when the file is made: a disk that is too small is an err
 its midst.  The file never has a name (or loses it at once), so nothing stays behind, however a job ends.
 """
 
-from __future__ import annotations
-
 import errno
 import mmap
 import threading

@@ -6,8 +6,6 @@ The spec holds all there is to know, and the file that it names gets a result wh
 ``ok`` comes with a ``reason``.  Peers run this file with their own interpreter, which needs torch and transformers.
 """
 
-from __future__ import annotations
-
 import resource
 import sys
 import time

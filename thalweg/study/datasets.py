@@ -5,8 +5,6 @@ hand in the columns of each schema.  A row that cannot be used (empty, or withou
 dataset that cannot be used at all is a ValueError that says why.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """How good outputs are (by torchmetrics), and what repeats say about a ratio."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import statistics

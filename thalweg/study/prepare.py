@@ -1,7 +1,5 @@
 """What comes before the measurements: rows in files, random models in folders, and what datasets look like."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 Both texts are made of the same list of blocks: headings, paragraphs, tables, figures.
 """
 
-from __future__ import annotations
-
 import base64
 import importlib.util
 import io

@@ -1,7 +1,5 @@
 """From the files of a study to rows: medians with intervals, ratios to the baseline, and why they are what they are."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 from typing import Any

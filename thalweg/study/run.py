@@ -5,8 +5,6 @@ The output folder is the state: ``study.json`` (the config and where it runs), w
 missing.  Machine code of peers, and of ours, starts and dies with its process.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import platform

@@ -1,7 +1,5 @@
 """Schemas of datasets: each one's columns, its prompt, the metrics its answers are judged by (``schemas.yaml``)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ All get the same prompts, each batch in one call, and say when each call had its
 batches at once, and a sequence that ends makes room for the next.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import time

@@ -4,8 +4,6 @@ Fixed batches of a dataset's rows, each as long as the longest, AdamW without wa
 the technique alone.  Losses of techniques that do not change the arithmetic are equal to rounding.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

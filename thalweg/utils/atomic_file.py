@@ -1,7 +1,5 @@
 """Files that no reader sees half of."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Callable

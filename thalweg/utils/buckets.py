@@ -1,7 +1,5 @@
 """Things that go together: as many at a time as a limit (of bytes, say) allows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar

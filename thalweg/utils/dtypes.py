@@ -1,7 +1,5 @@
 """Names of floating-point types: what users write in a config, and what Thalweg prints."""
 
-from __future__ import annotations
-
 import difflib
 
 import torch

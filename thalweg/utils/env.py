@@ -17,8 +17,6 @@ world size 1.
 The function is pure: it reads the mapping it is given and touches neither torch nor the network.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

@@ -1,7 +1,5 @@
 """Sizes as people write them: ``80GiB``, ``16 GB``, ``512m``; and back.  The name that somebody may have meant."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable

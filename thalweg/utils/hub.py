@@ -4,8 +4,6 @@ Left to itself, the hub's client asks for a folder that was misspelt as for a mo
 network five times, for half a minute.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import urllib.parse

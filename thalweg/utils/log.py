@@ -5,8 +5,6 @@ the rank when a record is made, not before.  ``enable_console`` gives ``thalweg`
 the command line calls it, and a program that has set up ``logging`` itself keeps its own handlers.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 

@@ -1,7 +1,5 @@
 """Other processes of this machine: whether one still runs, and whether it is still the same one."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the kernel tells of this machine; nothing where it has no ``/proc``."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

@@ -11,8 +11,6 @@ The store listens on the one address that was chosen: torch's own listens on eve
 bound here and handed over.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Wall-clock spans: where the seconds of a step go; and waiting for what comes to be."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Trees of tuples, lists and dicts, as models take and return them; models' configs, and models without values."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

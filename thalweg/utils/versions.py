@@ -1,7 +1,5 @@
 """The versions that Thalweg was tried with.  A newer one is said, not refused: most of them work."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import sys
 from functools import cache

@@ -5,8 +5,6 @@ Read :mod:`.shard` first: it is the recipe.  :mod:`.units` chooses what is wrapp
 without memory, :mod:`.gathered_parameters` gives full parameters back to the user for a while.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

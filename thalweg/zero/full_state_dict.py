@@ -1,7 +1,5 @@
 """Between full tensors and the parts that ranks have of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

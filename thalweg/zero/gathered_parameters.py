@@ -24,8 +24,6 @@ Invariants: parameters are visited in the same order on each rank (the caller pa
 same list everywhere); an exception restores every object and changes no value.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Values on their way into shards: rank 0's, a few full tensors at a time, which are freed at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 

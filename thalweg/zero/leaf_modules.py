@@ -4,8 +4,6 @@ A mixture of experts that uses other experts in each step, or on each rank, woul
 agree on.  ``zero_optimization.leaf_module`` in the config does the same.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 

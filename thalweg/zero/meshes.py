@@ -1,7 +1,5 @@
 """The meshes that sharding works with, and the layout that parameters show."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -5,8 +5,6 @@ filled again: each view of them (parameters, the optimizer's state, what FSDP2 h
 read meanwhile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From a resolved config to how a model is sharded; the recipe and the plan ask for it."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

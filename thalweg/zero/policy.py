@@ -4,8 +4,6 @@ One implementation runs every stage; a stage is only this policy (Rajbhandari et
 2020, "ZeRO").  The window is the span between two optimizer steps.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

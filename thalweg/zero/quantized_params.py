@@ -14,8 +14,6 @@ they mean hangs on it as attributes, which are lost when ZeRO puts a plain param
 layers look for them on the layer then; its 8-bit ones do not, and are refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

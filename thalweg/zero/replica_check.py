@@ -6,8 +6,6 @@ parameters (below stage 3), the copies of shards (MiCS) and what tensor parallel
 compare a shard with that one rank alone has.  A wrong gradient that was reduced is wrong everywhere, and not seen here.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

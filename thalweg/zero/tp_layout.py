@@ -1,7 +1,5 @@
 """How tensor-parallel ranks shard a model's parameters, as far as ZeRO has to know."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -6,8 +6,6 @@ else each child of its module lists, else submodules by size.  What no unit hold
 parameter that is shared across units: FSDP2 wants each parameter in one group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Copies of trees of tensors, each gathered whole, that a program may save or keep; a model's state, in and out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@ or calls a function by a name read from disk; what has no codec is an error with
 path, at save time.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import collections

@@ -9,8 +9,6 @@ padded and the file then cut to its size.  Where a file system does not do direc
 writes, or the file is small, the same calls go through the page cache.
 """
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

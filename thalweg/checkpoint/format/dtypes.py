@@ -1,7 +1,5 @@
 """The tensor dtypes of the format: their names in the manifest and in safetensors headers."""
 
-from __future__ import annotations
-
 import torch
 
 # torch dtype name: the name that safetensors gives it, None where it has none (stored as U8 bytes)

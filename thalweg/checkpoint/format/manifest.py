@@ -8,8 +8,6 @@ listed.  A manifest that passes its checksum is still parsed as a stranger's: na
 stay inside the directory, pieces tile their tensor, aliases end at a tensor.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

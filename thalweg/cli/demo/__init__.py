@@ -12,8 +12,6 @@ examples:
 # checkpoint -> world size 1 -> the same loss, a sample       worker.py reload, a fresh process
 # metrics.jsonl -> loss.png, summary.json                     this process
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

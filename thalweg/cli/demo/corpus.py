@@ -1,7 +1,5 @@
 """The demo's text: the standard library's sources, tokenized on the spot and kept in the demo's folder."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

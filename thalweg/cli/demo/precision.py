@@ -1,7 +1,5 @@
 """Whether this processor is fast at bf16: measured, since every flag's name belongs to one vendor."""
 
-from __future__ import annotations
-
 import time
 import timeit
 

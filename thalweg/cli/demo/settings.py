@@ -5,8 +5,6 @@ ln(vocabulary) to well below 60% of it.  Muon needs far less text for that: with
 and 205 thousand tokens AdamW came to 65% of ln(vocabulary) at its best rate, Muon to 56%.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

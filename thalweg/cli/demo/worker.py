@@ -7,8 +7,6 @@ equal loss to the last digit.  A loss may hide a changed last bit of a weight, s
 weights' digests are compared as well.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

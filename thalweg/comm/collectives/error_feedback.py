@@ -21,8 +21,6 @@ well, but errors would also keep by what sites differ, which never leaves them.
 gradient of few samples are, still become orthonormal, where the paper's Gram-Schmidt makes two of one direction.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod

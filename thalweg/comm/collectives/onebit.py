@@ -16,8 +16,6 @@ Invariant: what was given and has not come out is what the errors hold: over any
 sum of mean(x_i) = sum of results + mean(e_i) + s.  :meth:`OneBitAllReduce.load_errors` keeps it for other ranks, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 

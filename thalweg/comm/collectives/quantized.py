@@ -17,8 +17,6 @@ the narrow place and half of the paper's error is made there.  Between hosts it 
 averaged over the steps and added to the next one, so that it is late and not lost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -9,8 +9,6 @@ tensor is made over a memoryview of its own, which its storage keeps alive: when
 storage over the block is gone, so is the memoryview, and a weak reference to it says so.
 """
 
-from __future__ import annotations
-
 import mmap
 import weakref
 from abc import ABC, abstractmethod

@@ -5,8 +5,6 @@ reduce-scatter and runs three to four times as fast; the local sum is in rank or
 in fp32, as in shared memory, so both give the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

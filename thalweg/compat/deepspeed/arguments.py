@@ -1,7 +1,5 @@
 """The start of the process group."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

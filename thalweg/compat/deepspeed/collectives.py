@@ -1,7 +1,5 @@
 """``deepspeed.comm``: torch's collectives under its names, and the log of the engines'."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """``deepspeed.compression``'s helpers in front of :mod:`thalweg.compression`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

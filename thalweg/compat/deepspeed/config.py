@@ -1,7 +1,5 @@
 """``deepspeed.runtime.config``: a checked config as an object, and its sections."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """DeepSpeed's data pipeline: what a program calls beside the config, which here says everything."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -1,7 +1,5 @@
 """``deepspeed.elasticity``: the batch that an ``elasticity`` block comes to, as the config finds it."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

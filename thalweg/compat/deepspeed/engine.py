@@ -11,8 +11,6 @@ What the words mean here and there:
   for the last one alone, and not for each micro-batch.
 """
 
-from __future__ import annotations
-
 import copy
 import shutil
 import stat

@@ -1,7 +1,5 @@
 """``zero_to_fp32``: the whole fp32 weights of a checkpoint, Thalweg's or DeepSpeed's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -5,8 +5,6 @@ Each returns ``(l_aux, combine_weights, dispatch_mask, exp_counts)``: for S toke
 ``(l_aux, C, E, experts, places, weights, exp_counts)``, the three of them (k, S), the expert of a dropped choice -1.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

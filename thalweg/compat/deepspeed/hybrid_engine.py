@@ -1,7 +1,5 @@
 """DeepSpeed's hybrid engine: an engine that trains, whose ``generate`` is the inference engine's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """``deepspeed.initialize`` over Thalweg's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``deepspeed.launcher.runner``: hostfiles and filters of hosts in its forms, over :mod:`thalweg.launch.hostfile`."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The engines of this process: DeepSpeed's functions of groups and parameters name none."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``deepspeed.utils.logging`` over the package's logger."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ anew at each look, over the memory that the layer computes with, and their ``gra
 Before ``initialize()`` the layer's state dict has DeepSpeed's names; one with Thalweg's loads, too.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any, NoReturn
 

@@ -1,7 +1,5 @@
 """``deepspeed.ops.op_builder``: nothing is compiled, so a builder says whether its operator is there."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 _OFFERED = ("CPUAdam", "CPUAdagrad", "CPULion", "FusedAdam", "FusedLamb", "FusedLion")

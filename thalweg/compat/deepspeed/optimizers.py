@@ -1,7 +1,5 @@
 """``deepspeed.ops``' optimizers: each name builds Thalweg's, which steps over shards wherever they lie."""
 
-from __future__ import annotations
-
 from inspect import Parameter, Signature
 from typing import Any, ClassVar
 

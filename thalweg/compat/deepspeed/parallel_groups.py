@@ -1,7 +1,5 @@
 """``deepspeed.utils.groups``: the process groups of the newest engine, the whole job's before there is one."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

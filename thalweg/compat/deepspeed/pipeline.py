@@ -1,7 +1,5 @@
 """``deepspeed.pipe.PipelineModule``: layers that are cut as the module is made."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

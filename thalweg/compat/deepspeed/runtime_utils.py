@@ -1,7 +1,5 @@
 """Small functions of ``deepspeed.utils.torch`` and ``deepspeed.runtime.utils``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any

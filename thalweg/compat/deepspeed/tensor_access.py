@@ -1,7 +1,5 @@
 """Whole tensors of a sharded model: what ``safe_get_full_*`` and their kin mean for a DTensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from typing import Any

@@ -1,7 +1,5 @@
 """``deepspeed.utils.timer``: the samples per second of a loop."""
 
-from __future__ import annotations
-
 from time import time
 from typing import Any
 

@@ -6,8 +6,6 @@ and gives them out one after the other, to each rank its tokens, with the labels
 then weighs the ranks' losses itself, so the model's is that of a rank's own tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """``deepspeed.checkpoint``: a universal checkpoint is any of Thalweg's, which load at every layout, by another name."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ written to it counts.  What DeepSpeed has flat and whole on every rank (``fp32_g
 ``bit16_groups_flat``) is put together when it is read: a copy.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from types import SimpleNamespace

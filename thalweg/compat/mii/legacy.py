@@ -3,8 +3,6 @@
 They ran transformers' pipelines, whose defaults they keep: the prompt is part of the text, no sampling.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass

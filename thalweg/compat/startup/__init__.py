@@ -10,8 +10,6 @@
   Thalweg is removed.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

@@ -15,8 +15,6 @@ what to do when it is switched on, or in a block that nothing reads (unread.toml
 seen in review.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal

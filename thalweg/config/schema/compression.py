@@ -1,8 +1,6 @@
 """Compression in training: ``compression_training``, ``quantize_training`` (MoQ) and ``eigenvalue``, as DeepSpeed
 names their keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from thalweg.config.schema.base import IntTuple, PositiveInt, Section, StrTuple, UnitFloat, ignored, unsupported

@@ -1,7 +1,5 @@
 """Options of data efficiency: curricula, batches by tokens, layers that see some of the tokens."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from thalweg.config.schema.base import (

@@ -6,8 +6,6 @@ The torch classes are listed by hand, since importing torch takes seconds; a tes
 the list with the torch that is installed.  A line for each; an option's default says what it takes (unsupported.py).
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

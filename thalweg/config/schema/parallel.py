@@ -1,7 +1,5 @@
 """Options of the parallel axes: tensor, expert and pipeline."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator

@@ -1,7 +1,5 @@
 """The parameters that each schedule takes: DeepSpeed's five, and torch's that need no object or function."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field

@@ -1,7 +1,5 @@
 """Options of a plain training step: precision, optimiser and schedule, recomputation, compilation, data."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field

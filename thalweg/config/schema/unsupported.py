@@ -5,8 +5,6 @@ switched off is accepted; a key that the block does not have is an error as ever
 The default of an option says what it takes, see :func:`_to_field`.
 """
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_origin

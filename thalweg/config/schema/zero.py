@@ -1,7 +1,5 @@
 """Options of ``zero_optimization``: the stage, its buffers, and the tiers outside the device."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, model_validator

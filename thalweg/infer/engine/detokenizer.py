@@ -1,7 +1,5 @@
 """From tokens to text, as they come, with stop strings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

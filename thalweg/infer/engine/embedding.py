@@ -4,8 +4,6 @@ Sequences are computed together, as many as fit, none of them padded; a vector i
 states, or the first one (``cls``), as the directory of a sentence encoder says, of length 1 where it says so.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

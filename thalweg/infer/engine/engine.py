@@ -5,8 +5,6 @@ The picture: ``scheduler.py`` chooses the tokens of a step and their KV blocks, 
 request outputs.  :meth:`LLMEngine.step` is just that, in this order.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as AbstractSequence

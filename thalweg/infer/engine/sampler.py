@@ -15,8 +15,6 @@ No operator mixes rows, and none's shape that a row's bits depend on comes from 
 before it is sampled as if they had been accepted; :class:`.engine.LLMEngine` drops it where they are not.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import struct

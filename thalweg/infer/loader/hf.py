@@ -1,7 +1,5 @@
 """A Hugging Face model from its directory: loaded, or left in its files with only its structure made."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from dataclasses import replace

@@ -6,8 +6,6 @@ llvmlite installed), ``torch`` (plain operators, any device), ``transformers`` (
 description).  The first that supports the model builds it; an error while it builds, out of memory too, is raised.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace

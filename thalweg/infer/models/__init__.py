@@ -1,7 +1,5 @@
 """A file for each family, whose ``build_decoder`` or ``build_encoder`` describes a Hugging Face model."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -4,8 +4,6 @@ They differ in where norms stand (before each sublayer, or after each sum), in h
 or sinusoids in a table), and in what is added to the logits.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """BERT, RoBERTa and XLM-RoBERTa, CamemBERT, DistilBERT, ELECTRA, and the sentence encoders built of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from thalweg.infer.models import spec as specs

@@ -1,7 +1,5 @@
 """BLOOM: a norm behind the embedding, ALiBi instead of positions, queries, keys and values head by head."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

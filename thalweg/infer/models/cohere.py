@@ -1,7 +1,5 @@
 """Cohere's Command R: attention and MLP side by side, neighbouring dims rotated, scaled logits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from thalweg.infer.models.llama import build_llama_like

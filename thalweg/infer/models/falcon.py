@@ -1,7 +1,5 @@
 """Falcon: 7B's form (one key-value head) and 40B's (groups of heads), with rotary positions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

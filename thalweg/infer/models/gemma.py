@@ -1,7 +1,5 @@
 """Gemma 1 to 3: scaled embeddings, norms that store weight - 1, norms after each part, capped logits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """GPT-2."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from thalweg.infer.models import spec as specs

@@ -1,7 +1,5 @@
 """GPT-NeoX and Pythia: attention and MLP side by side behind a norm each, part of each head rotated."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from thalweg.infer.models import spec as specs

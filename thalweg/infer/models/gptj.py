@@ -1,7 +1,5 @@
 """GPT-J: attention and MLP side by side behind one norm, neighbouring dims of part of each head rotated."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from thalweg.infer.models import spec as specs

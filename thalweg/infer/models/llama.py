@@ -4,8 +4,6 @@ What differs among them is read off their modules: fused weights, norms, the MLP
 positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """OLMo: Llama with layer norms that have no weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

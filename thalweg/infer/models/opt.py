@@ -4,8 +4,6 @@ The 350M form has its norms behind each sum, and embeddings narrower than its la
 them is multiplied into embedding and head.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from thalweg.infer.models import spec as specs

@@ -1,7 +1,5 @@
 """Phi 1 and 2: attention and MLP side by side behind one norm, part of each head rotated."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from thalweg.infer.models import spec as specs

@@ -1,7 +1,5 @@
 """StableLM: Llama with layer norms, part of each head rotated, attention and MLP side by side where asked."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from thalweg.infer.models.llama import build_llama_like

@@ -1,7 +1,5 @@
 """T5, T5 1.1 and FLAN-T5, mT5, UMT5: encoder-decoder models."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

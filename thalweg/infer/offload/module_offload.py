@@ -13,8 +13,6 @@ the calls, which may change, and each time a unit is fetched its parameters are 
 Numbers are not touched: results have the same bits.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

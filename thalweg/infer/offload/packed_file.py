@@ -13,8 +13,6 @@ What is verified of a file that is found: its description, with the digest of th
 themselves by a sample (:meth:`.weight_ring.WeightRing.pack`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -9,8 +9,6 @@ own library, whose sums are the same bits on all ranks too and never pass throug
 wait for sends between two instructions of a program; for them ``shm_comm.py`` adds an all-reduce in shared memory.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -9,8 +9,6 @@ Ends (``process_group.py``): when a rank ends, all waiting ends with it, and the
 which process ended and how.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

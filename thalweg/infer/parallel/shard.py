@@ -10,8 +10,6 @@ the first rank alone; norms, router, embedding and positions are on every rank. 
 heads go to two ranks as 12 and 13.  With more ranks for experts than for heads, some have no heads at all.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

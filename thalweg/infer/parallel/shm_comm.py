@@ -18,8 +18,6 @@ The memory is a memfd without a name, which the stage's other ranks open through
 process.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 from typing import Any

@@ -13,8 +13,6 @@ up to a rounding).
 - bitsandbytes: 8 bits with a scale for each output; 4 bits by a table of 16 values, a scale for each block.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,8 +1,6 @@
 """Packed linear layers of what the torch wheel holds, where native kernels are not: for described models, whose layers
 the eager runner calls, and in place of a live model's own modules."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

@@ -9,8 +9,6 @@ that was trained by ``compression_training`` with as many bits, and as many ``qu
 loses nothing here: its weights lie on this grid.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

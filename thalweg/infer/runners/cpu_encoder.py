@@ -5,8 +5,6 @@ and values matter only until its attention is done, so all layers share the same
 values of a decoder's cross attention go into the blocks of its own cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar

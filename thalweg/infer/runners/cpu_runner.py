@@ -11,8 +11,6 @@ An encoder-decoder model has a second program (``cpu_encoder.py``): it computes 
 stores, layer by layer, the keys and values that cross attention reads, in blocks of the same cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar

@@ -19,8 +19,6 @@ graph reads memory of its own for tokens, positions and block tables; rows witho
 cache that no sequence has.  All graphs share one pool of memory, as no two run at the same time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace

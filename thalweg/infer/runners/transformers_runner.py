@@ -7,8 +7,6 @@ whatever chunks the scheduler makes of it (rotations that change with the length
 prompt only at their beginning, depend on it), then token by token.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ The draft model draws as the target will, with the same number in [0, 1) for a p
 tokens are accepted far more often than by chance, and an accepted one is what would have been drawn anyway.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

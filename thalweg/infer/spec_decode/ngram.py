@@ -7,8 +7,6 @@ the logits of the next row are valid too.  A draw depends on seed, sample and le
 the same with drafts as without, sampled ones included; only the number of steps is less.
 """
 
-from __future__ import annotations
-
 from thalweg.infer.engine.scheduler import Proposer, Sequence
 
 _MAX_NGRAM, _MIN_NGRAM = 4, 2  # tokens that must match before a proposal

@@ -4,8 +4,6 @@ Its messages to the launcher are lines of JSON behind a mark on standard output,
 write there.  What a login shell prints before the first mark is no output of the job.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

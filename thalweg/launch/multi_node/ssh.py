@@ -13,8 +13,6 @@ The launcher's end is the agents' end (their line breaks), and a host whose line
 processes are this launcher's children, ended by pid.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """The head that makes a model's logits: found, and taught to put them off (see ``lazy_logits.py``)."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext

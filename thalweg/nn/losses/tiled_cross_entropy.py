@@ -17,8 +17,6 @@ order of fp32 sums; row losses, softmax and the sums over tiles are fp32 whateve
 hidden, weight and bias gets one gradient by autograd, so a sharded weight is reduced once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -6,8 +6,6 @@ So an expert needs no form that is known here.  A module that uses a parameter o
 rows depend on each other, is noticed on its first rows and runs expert by expert.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

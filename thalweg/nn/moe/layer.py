@@ -16,8 +16,6 @@ GShard (Lepikhin et al. 2020), Switch Transformer (Fedus et al. 2021), DeepSpeed
 2022: residual and random token selection), ST-MoE (Zoph et al. 2022: z-loss).
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ and micro-batches.  The bias is a buffer ``e_score_correction_bias``, which chec
 and Hugging Face's models have it in the gate or beside it, where they choose by one (DeepSeek-V3, GLM-4 MoE, MiniMax).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

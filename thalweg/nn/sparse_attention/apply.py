@@ -6,8 +6,6 @@ Face's attention interface, by an implementation of its own that is set on this 
 occurs is an error after its first forward pass: nothing is left dense in silence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

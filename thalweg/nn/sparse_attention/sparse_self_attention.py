@@ -1,7 +1,5 @@
 """Sparse self-attention as a module, as DeepSpeed's users build it into their models."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Literal
 

@@ -18,8 +18,6 @@ Sources: Child et al. 2019 (arXiv 1904.10509; fixed), Zaheer et al. 2020 (2007.1
 (2004.05150; Longformer).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields

@@ -15,8 +15,6 @@ rows, elsewhere and as the reference.  The CPU's kernel and the memory-efficient
 head.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

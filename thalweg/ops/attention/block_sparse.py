@@ -20,8 +20,6 @@ index tensors that broadcast, as FlexAttention's ``mask_mod``; FlexAttention its
 Source: Child et al. 2019 (sparse transformers), Zaheer et al. 2020 (BigBird's blocks), Dao et al. 2022, section 3.3.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ In two places: Hugging Face's attention interface, by an implementation of its o
 and ``F.scaled_dot_product_attention``, seen by a function mode while the model's blocks run.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any

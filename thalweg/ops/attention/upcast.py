@@ -4,8 +4,6 @@ torch's half-precision attention on a processor without half-precision arithmeti
 models look their attention up by name for each call; here is one more name, and a model is told to use it.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import timeit

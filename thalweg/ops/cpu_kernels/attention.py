@@ -11,8 +11,6 @@ to the positions up to its own.
 Softmax is the plain two-pass one, in fp32, over a scratch row for each thread.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from llvmlite import ir

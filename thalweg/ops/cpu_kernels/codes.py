@@ -5,8 +5,6 @@ cache the second time.  They give the bits that torch's operators give in the co
 (``comm/collectives/onebit.py``, ``adapt/quantized_weight.py``).  Blocks are dealt out to the threads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

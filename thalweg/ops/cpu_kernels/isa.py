@@ -15,8 +15,6 @@ neon        Graviton 2, Apple M1  32 x 128   ``sdot``                           
 ==========  ====================  =========  ==============================================  ==================
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

@@ -16,8 +16,6 @@ with the query's.  A scale belongs to a position.  Slots beyond a token's positi
 left; their weight is 0, and nothing is multiplied by them that could be infinite.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any

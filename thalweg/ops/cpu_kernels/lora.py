@@ -5,8 +5,6 @@ columns), and the rank.  A row names its adapter, or none by -1.  Two kernels wi
 that all threads share the work even where there is one row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

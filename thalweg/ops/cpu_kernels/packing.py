@@ -17,8 +17,6 @@ K is padded to a multiple of 64 with zero weights.  Panels follow each other in 
 so a block of columns can be packed alone: nothing larger than a block is ever held in fp32.
 """
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ become bf16, or become int8 (int16 where bytes are multiplied as words) with a s
 the formats of ``gemm.py`` ask for.  Rows are dealt out to the threads; widths are multiples of 16.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -8,8 +8,6 @@ Barriers make all threads as slow as the slowest: where another process holds on
 to each of hundreds of barriers a time slice late.  :class:`ThreadTuner` finds out by trying.
 """
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections.abc import Callable, Hashable, Sequence

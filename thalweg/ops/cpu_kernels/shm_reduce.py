@@ -5,8 +5,6 @@ those of all others have come as far.  A word beside them says that a rank has d
 and the step's result is void.  Waiting spins for a few microseconds, then yields the core.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

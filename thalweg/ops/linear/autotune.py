@@ -4,8 +4,6 @@ It runs isolated from whatever is set up around the caller, and on constant oper
 that no random state is touched.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 

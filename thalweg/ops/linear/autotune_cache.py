@@ -10,8 +10,6 @@ The file holds names of candidates only.  One that is damaged, foreign or of ano
 version is as good as none; one that cannot be written costs a measurement per process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

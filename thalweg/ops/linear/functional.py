@@ -12,8 +12,6 @@ or a packed form: FSDP frees and refills a parameter's storage between the passe
 :func:`patch_linear_layers` moves a model's layers over to these functions, layer by layer.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

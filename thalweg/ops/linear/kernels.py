@@ -18,8 +18,6 @@ strides (expanded dims), so the operand it would take as a view is made contiguo
 no copy in any usual case.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import MappingProxyType

@@ -11,8 +11,6 @@ and two read again for each int8 weight, however many rows there are.  On CUDA a
 has them.  Either is taken if it agrees with the plain form.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

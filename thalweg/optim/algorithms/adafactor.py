@@ -13,8 +13,6 @@ State: ``step`` and, of two dims or more, ``row_var`` [..., rows, 1] and ``col_v
 tensors that are cut as the parameter is and whole where the cut dim was averaged away; else ``variance``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

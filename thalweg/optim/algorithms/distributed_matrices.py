@@ -17,8 +17,6 @@ The plan (rounds, owners) is a function of shapes and layouts, hence the same on
 all-to-all is three times as fast as its gather or reduce-scatter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

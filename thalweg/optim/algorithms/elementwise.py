@@ -4,8 +4,6 @@ An update is elementwise when each element of the new parameter depends on that 
 All the classes below are, so a shard is stepped exactly as that part of the whole parameter would be.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

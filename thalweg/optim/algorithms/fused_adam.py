@@ -1,7 +1,5 @@
 """Adam's options, and torch's fused kernel for optimisers that call it on tensors of their own making."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ The norms are the only numbers that cross ranks. Phases of a step: all direction
 groups of parameters in one all-reduce for each process group; all updates (local).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any

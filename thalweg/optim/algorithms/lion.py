@@ -1,7 +1,5 @@
 """Lion: the sign of an interpolated momentum (Chen et al., 2023, arXiv:2302.06675, algorithm 2)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

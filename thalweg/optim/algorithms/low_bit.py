@@ -8,8 +8,6 @@ so that the moments are never wide in memory, and 16-bit weights and gradients a
 Chunks are whole rows where there are blocks, which do not cross rows; a result does not depend on chunks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

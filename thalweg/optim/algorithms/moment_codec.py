@@ -19,8 +19,6 @@ the job's own random numbers stay untouched.
 A positive second moment is never stored as 0 in int8: the update divides by its root.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from typing import Any

@@ -17,8 +17,6 @@ Which parameters are hidden matrices: what the group says (``use_muon: true|fals
 which is exact where names and shapes guess.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Which parameters Muon is for: hidden matrices, and not look-up tables, heads, biases and norms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

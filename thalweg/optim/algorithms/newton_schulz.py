@@ -12,8 +12,6 @@ the real X after two steps, since R drifts away from X X^T by rounding. Equal in
 about 1e-6.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

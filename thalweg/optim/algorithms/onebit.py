@@ -22,8 +22,6 @@ Errors (``worker_error``, one row for each worker) are part of the state.  A che
 gathered; at another number of workers each begins with the mean of what all of them owed, so that nothing is lost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

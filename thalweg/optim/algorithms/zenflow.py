@@ -22,8 +22,6 @@ the bit; decoupled weight decay acts on every column at every step; all ranks se
 computes does not depend on how fast the thread is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace

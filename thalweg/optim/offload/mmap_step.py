@@ -12,8 +12,6 @@ whose update of one parameter does not depend on another's, and slow: each byte 
 ranks share in one collective for all parameters becomes one for each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

@@ -26,8 +26,6 @@ tensors), each with a copy of the options of its group and a view of its state. 
 optimisers and only for them; ``is_elementwise`` says which are known to be.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ on the host, and double-buffered (:class:`.step_in_backward.DoubleBufferedStep`)
 their state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

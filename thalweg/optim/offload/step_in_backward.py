@@ -55,8 +55,6 @@ values, layout and dtype, and anybody may read or write it, slowly; the update a
 Sums are those of gradients in memory, in every bit: two numbers added in either order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress

@@ -12,8 +12,6 @@ ranks that have the experts.  Before it is trusted a stack is compared, on a few
 with what this file takes it to compute: the weighted sum of each chosen expert's output.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterator

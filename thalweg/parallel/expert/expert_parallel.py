@@ -17,8 +17,6 @@ what ZeRO does with copies is in :mod:`thalweg.zero.expert_params`.  Who spreads
 (:mod:`thalweg.nn.moe.layer`) and the layers of Hugging Face models (:mod:`.detect`, :mod:`.module_list`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise

@@ -8,8 +8,6 @@ They are imported where they are used: that module takes torch's compiler along,
 that jobs without a pipeline should not pay, and which exchanges ``torch.manual_seed``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ all of them.  Names are those of the whole model: ``layers.<index>.<parameter>``
 whatever rank and in however many stages, so that a checkpoint knows nothing of the cut.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable, Sequence

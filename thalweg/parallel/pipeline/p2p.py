@@ -13,8 +13,6 @@ receive that stands behind the peer's own send.  So those to later ranks and tho
 by a group each there; within one of the two their order is that of the schedule.
 """
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Hashable, Iterable

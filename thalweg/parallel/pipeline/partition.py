@@ -4,8 +4,6 @@ The cut is the one whose dearest stage is cheapest (the linear partition problem
 exactly), so no stage holds up the others longer than it must.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 

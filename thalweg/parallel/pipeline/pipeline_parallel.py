@@ -9,8 +9,6 @@ In between the model is split over tensor ranks and the like, as without a pipel
 says which places have which.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from typing import Any

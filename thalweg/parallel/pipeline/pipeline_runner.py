@@ -9,8 +9,6 @@ stage 2 on, else in the last.  A schedule whose backward passes run in halves, o
 see only the first, keeps them whole until the window ends, at every stage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

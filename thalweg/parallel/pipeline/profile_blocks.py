@@ -5,8 +5,6 @@ both ways.  What the blocks do not account for is the head's and the loss's, on 
 stage (look-ups at the entry cost next to nothing).  Memory is what autograd saves.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack

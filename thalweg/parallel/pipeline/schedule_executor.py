@@ -11,8 +11,6 @@ Two stages on one rank hand over by reference.  What is sent follows from the sc
 sides, so receivers know the order of everybody's messages beforehand (:mod:`.p2p`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -13,8 +13,6 @@ matter here.  Which module runs when is found by one forward pass on the meta de
 the model's.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

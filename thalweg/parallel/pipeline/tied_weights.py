@@ -6,8 +6,6 @@ the copies, which start equal and are updated alike, stay equal.  Its *canonical
 first that the whole model has for it: under that one it is stored, whoever writes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 The axes of a job of Thalweg's follow from its config (:mod:`thalweg.parallel_dims`); this is the arithmetic alone.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 from collections.abc import Sequence
 from itertools import product

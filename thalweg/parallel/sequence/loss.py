@@ -3,8 +3,6 @@
 So the mean over ranks is the mean over tokens, also where a part of the sequence has no target at all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

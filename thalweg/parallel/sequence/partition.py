@@ -11,8 +11,6 @@ Each ring rank's tokens are dealt on, in order, to its ``heads`` ranks, who exch
 tokens (Ulysses).  Nothing is padded: chunks differ by a token where lengths do not divide.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ A micro-batch is ``(inputs, labels)``, whole and alike on all ranks that share s
 own.  What is by token (dim 1) is cut, labels too; they are the *next* tokens already.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -25,8 +25,6 @@ n - 1 hops like the block; the owner's own part waits at home.  Each rank sends 
 * **Grouped heads.**  Keys travel once, not once for each query head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -25,8 +25,6 @@ on this model's config) or as ``F.scaled_dot_product_attention``, seen by a func
 this model's blocks run.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ counts differ by rank; one all-to-all carries q, k and v together, another the r
 (Jacobs et al. 2023).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Small inputs for a model that nobody has described, so that it can be run once and looked at."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager

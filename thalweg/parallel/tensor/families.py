@@ -18,8 +18,6 @@ The parents of layers with a role of whole heads are attention.  What they keep 
 own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

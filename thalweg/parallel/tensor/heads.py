@@ -6,8 +6,6 @@ heads than ranks, each rank keeps an equal share of their rows and gathers those
 query heads need when it computes (the rows are few), so no element has two owners.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ rank's pieces.  ``column_parallel`` layers cut their outputs, ``row_parallel`` l
 what lies between them needs no communication.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ The outputs of the layers that all ranks agree on (row-parallel, embeddings) are
 name, so that a wrong plan is refused with the first module where the two runs part.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from functools import partial
 from typing import Any

@@ -6,8 +6,6 @@ graph of its linear layers (:mod:`.auto_plan.infer_plan`).  A config's ``layer_s
 is added wherever the model's embedding and head allow it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

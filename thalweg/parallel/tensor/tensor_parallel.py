@@ -24,8 +24,6 @@ Invariants: parameters keep their names; every element has one owner (see :mod:`
 is whole on all ranks and gets the same gradient there.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The model of a plan, on the meta device, from whatever describes it."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import inspect

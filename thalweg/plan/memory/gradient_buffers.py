@@ -6,8 +6,6 @@ gradients that rest on a disk) all units share a pool, and as many blocks exist 
 they are blocks of torch's allocator from a unit's reduction to the end of the update.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

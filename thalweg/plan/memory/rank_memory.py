@@ -1,7 +1,5 @@
 """One rank's memory while events are played: a heap, separate mappings, and the peak."""
 
-from __future__ import annotations
-
 import bisect
 from collections import Counter
 from dataclasses import dataclass, fields, replace

@@ -17,8 +17,6 @@ holes that torch's caching allocator leaves, played block by block, come on top.
 What rests on the disk (and, of a GPU's states, on the host) is added up beside it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass

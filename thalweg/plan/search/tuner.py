@@ -6,8 +6,6 @@ seconds and its peak; one that dies, hangs or exceeds its limit is a candidate l
 the end of the search.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

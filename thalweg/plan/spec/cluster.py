@@ -1,7 +1,5 @@
 """The machines of a plan: how many, what fits in them, and how fast they compute and move bytes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import timeit

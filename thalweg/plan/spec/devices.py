@@ -5,8 +5,6 @@ half: an H100 PCIe has 0.76 of the arithmetic of an H100 SXM.  A name that is no
 that is: a job measures its device, a command line gets an error.
 """
 
-from __future__ import annotations
-
 import csv
 import difflib
 import time

@@ -3,8 +3,6 @@
 The split layers allocate what they would, and their collectives are counted and move nothing.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -3,8 +3,6 @@
 A processor has other kernels, or none, for some operators, and then autograd keeps what their parts make.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

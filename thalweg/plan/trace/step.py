@@ -11,8 +11,6 @@ Labels of events: ``activations`` (what operators make), ``gradients`` (unsharde
 ``update`` (temporaries of the optimizer), ``logits`` (results as wide as the vocabulary).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

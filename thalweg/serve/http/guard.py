@@ -14,8 +14,6 @@ takes what follows such a request for the other protocol, its body too; here it 
 which is how a server declines.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac

@@ -10,8 +10,6 @@ Ray's proxies listen, balance over its replicas and restart them; a replica is a
 same: OpenAI's API, limits, cancellation, errors, ``/metrics`` of the replica that was asked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import time

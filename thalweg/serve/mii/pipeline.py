@@ -1,7 +1,5 @@
 """``thalweg.pipeline``: an engine in this process, in MII's form, with no server."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Callable, Generator, Sequence

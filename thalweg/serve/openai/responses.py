@@ -6,8 +6,6 @@ generators carry the outputs: :meth:`ReplicaPool.submit` yields what the engines
 closes the inner one, which cancels the request in the engine and frees its KV blocks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

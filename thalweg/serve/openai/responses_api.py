@@ -9,8 +9,6 @@ memory of the server's, or a tool that OpenAI runs, is refused by name (``_NOT_O
 would look like one with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import time

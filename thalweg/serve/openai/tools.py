@@ -6,8 +6,6 @@ nothing but the JSON (behind a mark, which often is a special token and so no te
 is not a call, and holds back what may be the beginning of one.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

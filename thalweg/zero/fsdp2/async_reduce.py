@@ -14,8 +14,6 @@ on other groups.  A collective waits in C++ and sums in torch's operators, both 
 interpreter's lock.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

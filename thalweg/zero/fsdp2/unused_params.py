@@ -7,8 +7,6 @@ lacks one that another has adds zeros.  A parameter that none has keeps no gradi
 so that the optimizer leaves it alone.  The price is one all-reduce of a byte a parameter a unit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

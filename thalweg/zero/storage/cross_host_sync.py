@@ -21,8 +21,6 @@ copy are written by one rank of the host, between the end of a backward pass on 
 and the barrier that opens the next forward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Among those within two percent of the best, the one that holds the fewest activa
 simulation is no better than that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -13,8 +13,6 @@ zbv           two stages a rank, placed as a V, backward in halves        1f1b's
 dualpipev     torch's order for DualPipe cut in half (DeepSeek 2024)      as torch has it
 """
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 from thalweg.parallel.pipeline._torch_pipelining import torch_schedule_orders

@@ -11,8 +11,6 @@ F goes to the next stage, the input's gradient of B or I to the previous one), a
 :func:`check` proves that every rank can run its list without waiting forever.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property

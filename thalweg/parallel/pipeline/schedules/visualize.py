@@ -1,7 +1,5 @@
 """Pictures of a schedule: text for a terminal, SVG for a page."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -14,8 +14,6 @@ in which a model keeps them.  One unit means that everything depends on everythi
 the features, a softmax over them), and then nothing can be cut.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -16,8 +16,6 @@ Phases, each on a small sample and alike on all ranks, without communication:
 Invariant: nothing is believed because of a name.  What is cut has been seen to give the same.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """A model seen while it runs: its matrix products, what feeds them, and what else touches their weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
