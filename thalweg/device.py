@@ -326,16 +326,16 @@ def lock_pages(memory: Tensor) -> bool:
         return False
     runtime: Any = torch.cuda.cudart()
     try:
-        return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+        return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0 and memory.is_pinned()
     except RuntimeError:
         return False
 
 
-def unlock_pages(memory: Tensor) -> None:
-    """Undo :func:`lock_pages`."""
+def unlock_pages(address: int, *_kept: Tensor) -> None:
+    """Undo :func:`lock_pages` of the memory at ``address``."""
     runtime: Any = torch.cuda.cudart()
     with suppress(RuntimeError):
-        runtime.cudaHostUnregister(memory.data_ptr())
+        runtime.cudaHostUnregister(address)
 
 
 def pin(tensor: Tensor) -> Tensor:

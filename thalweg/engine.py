@@ -270,9 +270,10 @@ class Engine(nn.Module):
         samples = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         self._counters.global_samples += samples * self._window.last_num_micro_batches
         if self._meter is not None:
-            scalars = {"lr": self.get_lr()[0], "grad_norm": result.grad_norm, "loss_scale": self._loss_scale}
             phases = self._phase_timer.pop_seconds()
-            self._meter.step(self.global_steps, skipped=result.skipped, phases=phases, **scalars)
+            if self._meter.is_due(self.global_steps):
+                scalars = {"lr": self.get_lr()[0], "grad_norm": result.grad_norm, "loss_scale": self._loss_scale}
+                self._meter.step(self.global_steps, skipped=result.skipped, phases=phases, **scalars)
         if self.global_steps == 1:
             self._log_memory("the first step")
         every = self._config.health.replica_check_steps

@@ -473,8 +473,8 @@ def _make_meter(
     config: Config, meshes: ParallelMeshes, model_info: ModelSize, device: torch.device
 ) -> StepMeter | None:
     monitors = (config.csv_monitor, config.jsonl_monitor, config.tensorboard, config.wandb, config.comet)
-    every = config.steps_per_print
-    if not any(monitor.enabled for monitor in monitors) and not (every and every != float("inf")):
+    every, has_monitor = config.steps_per_print, any(monitor.enabled for monitor in monitors)
+    if not has_monitor and not (every and every != float("inf")):
         return None
     return StepMeter(
         build_recorder(config, rank=dist.get_rank()),
@@ -482,4 +482,5 @@ def _make_meter(
         num_batch_copies=1 if meshes.sequence is None else meshes.sequence.size(),
         flops_per_token=partial(flops_per_token, model_info),
         memory_mib=partial(peak_memory_mib, device),
+        every=1 if has_monitor or device.type == "cpu" else int(every or 1),
     )

@@ -89,10 +89,11 @@ WITHOUT_SYNC = {
     "fp16": _stage(2, "fp16", gradient_clipping=0.05),
     "schedule": _stage(2, gradient_clipping=0.05, scheduler=SCHEDULE),
     "tokens": _stage(2, token_weighted_loss=True, gradient_accumulation_steps=2),
+    "prints": _stage(2, steps_per_print=9),
 }
 
 
-IN_THE_GATE = ("stage 0", "stage 2, clipped", "stage 3, clipped", "fp16", "schedule", "tokens")
+IN_THE_GATE = ("stage 0", "stage 2, clipped", "stage 3, clipped", "fp16", "schedule", "tokens", "prints")
 
 
 @pytest.mark.parametrize(
@@ -456,6 +457,43 @@ def test_sums_of_micro_batches_cross_the_link_as_they_are():
     assert found["fp16"] == (found["fp32"][0] // 2, found["fp32"][1])
     assert found["stage 1 bf16"][1] == found["stage 1 fp32"][1]
     assert found["stage 2 bf16"][1] == found["stage 2 fp32"][1] // 2
+
+
+def _sums_on_the_host(rank: int, world: int, configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What the second window's passes wait for, and the parameters after it."""
+    found = {}
+    for name, config in configs.items():
+        torch.manual_seed(0)
+        engine = _initialize(tiny_gpt(), **copy.deepcopy(config))
+        batches = [_batch(i, rank, world, engine.device) for i in range(6)]
+
+        def window(engine: Any = engine, batches: Any = batches) -> None:
+            for _ in range(3):
+                engine.backward(engine(*batches.pop()))
+                engine.step()
+
+        window()
+        found[name] = (_count_syncs(window), full_tensors(engine.module.parameters()))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, nightly(2)])
+def test_gradients_are_added_up_on_the_host_as_they_arrive(world):
+    """From the second micro-batch on too nothing crosses to pageable memory; the control does, and has the same sums."""
+    configs = {}
+    for stage, dtype in ((2, "fp32"), (2, "bf16"), (3, "bf16")):
+        config = _on_host(stage, dtype, gradient_accumulation_steps=3)
+        configs[f"stage {stage} {dtype}"], pageable = config, copy.deepcopy(config)
+        for tier in pageable["zero_optimization"].values():
+            if isinstance(tier, dict):
+                tier["pin_memory"] = False
+        configs[f"stage {stage} {dtype}, pageable"] = pageable
+    for found in run_ranks(_sums_on_the_host, world, configs, device="simulated"):
+        for name in [name for name in found if "pageable" not in name]:
+            (syncs, params), (control_syncs, control) = found[name], found[f"{name}, pageable"]
+            assert syncs.keys() == {"event"} and "copy to the host" in control_syncs, (name, syncs, control_syncs)
+            assert all(map(torch.equal, params, control)), name
 
 
 def _casts_beside_computing(rank: int, world: int, config: dict[str, Any], works_ahead: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -13,7 +14,7 @@ import torch
 from tests.memory import resident_bytes
 from thalweg.storage_io import evictable_memory
 from thalweg.storage_io.allocator import PAGE
-from thalweg.storage_io.evictable_memory import HUGE_PAGE, BufferRing, EvictableMemory, PagePrefaulter
+from thalweg.storage_io.evictable_memory import HUGE_PAGE, BufferRing, EvictableMemory, PagePrefaulter, aligned_empty
 from thalweg.storage_io.swap_file import SwapFile
 
 MIB = 1 << 20
@@ -110,7 +111,7 @@ def test_regions_and_errors() -> None:
 def test_a_rings_pages_are_unlocked_before_their_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     unlocked = list[int]()
     monkeypatch.setattr(evictable_memory, "lock_pages", lambda rows: True)
-    monkeypatch.setattr(evictable_memory, "unlock_pages", lambda rows: unlocked.append(int(rows.fill_(1).sum())))
+    monkeypatch.setattr(evictable_memory, "unlock_pages", lambda _, rows: unlocked.append(int(rows.fill_(1).sum())))
     ring = BufferRing(3, PAGE, pin=True)
     assert ring.pinned and not unlocked
     del ring
@@ -126,3 +127,38 @@ def test_a_ring_gives_aligned_buffers_in_turn() -> None:
     ring[1].fill_(2)
     assert int(ring[0].sum()) == ring.buffer_bytes
     ring.release_memory()
+
+
+@pytest.mark.parametrize("can_lock", [True, False])
+def test_what_is_large_is_page_locked_where_it_lies_for_as_long_as_anything_views_it(monkeypatch, can_lock):
+    """torch would round its size up to a power of two."""
+    locked, unlocked, asked = [], [], []
+
+    def lock(pages: torch.Tensor) -> bool:
+        locked.append((pages.data_ptr(), pages.nbytes))
+        return can_lock
+
+    def empty(size: int, *, dtype: torch.dtype, pin_memory: bool = False, _empty: object = torch.empty) -> torch.Tensor:
+        asked.append((size, pin_memory))
+        return _empty(size, dtype=dtype)
+
+    monkeypatch.setattr(evictable_memory, "can_pin", lambda: True)
+    monkeypatch.setattr(evictable_memory, "lock_pages", lock)
+    monkeypatch.setattr(evictable_memory, "unlock_pages", unlocked.append)
+    monkeypatch.setattr(evictable_memory.torch, "empty", empty)
+    shape = (3, 100_001)
+    tensor = aligned_empty(shape, torch.float32, pinned=True)
+    small = aligned_empty((5,), torch.float32, pinned=True)
+    monkeypatch.undo()
+    monkeypatch.setattr(evictable_memory, "unlock_pages", unlocked.append)
+    ((address, num_bytes),) = locked
+    assert tensor.shape == shape and tensor.data_ptr() % PAGE == small.data_ptr() % PAGE == 0
+    assert num_bytes == 293 * PAGE and (address == tensor.data_ptr() or not can_lock)
+    assert any(pins for size, pins in asked if size >= MIB) != can_lock
+    part = torch.nn.Parameter(tensor.fill_(2.0)[1:]).detach()
+    del tensor
+    gc.collect()
+    assert unlocked == [] and part.sum() == 2 * part.numel()
+    del part
+    gc.collect()
+    assert unlocked == ([address] if can_lock else [])

@@ -24,7 +24,7 @@ class StepMeter:
     """Counts losses, samples and tokens of a window and hands them to ``recorder``.
 
     ``flops_per_token``: of one training token, given the sequence length.  ``num_batch_copies``: ranks of the
-    group that are given the same rows.
+    group that are given the same rows.  ``every``: the steps whose records somebody reads.
     """
 
     def __init__(
@@ -35,8 +35,9 @@ class StepMeter:
         flops_per_token: Callable[[int], float] | None = None,
         memory_mib: Callable[[], float] | None = None,
         num_batch_copies: int = 1,
+        every: int = 1,
     ) -> None:
-        self.recorder, self._group, self._num_batch_copies = recorder, group, num_batch_copies
+        self.recorder, self._group, self._num_batch_copies, self._every = recorder, group, num_batch_copies, every
         self._flops_per_token, self._memory_mib = flops_per_token, memory_mib
         self._window_start = time.perf_counter()
         self._reset()
@@ -68,6 +69,13 @@ class StepMeter:
             named = isinstance(batch, Mapping)
             self.add_batch(() if named else tuple(iter_tensors(batch)), batch if named else {})
         self.add_loss(loss)
+
+    def is_due(self, step: int) -> bool:
+        """Whether somebody reads the record of ``step``; if not, its counts go, as reading them waits for a device."""
+        if step % self._every:
+            self._window_start = time.perf_counter()
+            self._reset()
+        return step % self._every == 0
 
     def step(self, step: int, **known: Any) -> StepRecord:
         """Close the window: the record of the whole job, on every rank; ``known``: its fields that are not counted

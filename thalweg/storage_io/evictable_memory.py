@@ -35,6 +35,7 @@ from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
 HUGE_PAGE = 2 << 20
+_LOCKED_IN_PLACE = 1 << 20  # bytes; torch keeps what is smaller, and page-locked, for the next
 _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 _POPULATE_WRITE = 23  # of madvise(2)
 
@@ -189,7 +190,7 @@ class BufferRing:
         rows = self._memory.tensor(0, (num_buffers, self.buffer_bytes), torch.uint8)
         self.pinned = pin and lock_pages(rows)
         if self.pinned:  # memory that is locked still must not be given back
-            weakref.finalize(self, unlock_pages, rows).atexit = False
+            weakref.finalize(self, unlock_pages, rows.data_ptr(), rows).atexit = False
         self._buffers = list(rows.unbind())
 
     def __len__(self) -> int:
@@ -205,12 +206,20 @@ class BufferRing:
 
 
 def aligned_empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
-    """An uninitialised CPU tensor that begins on a page boundary, as direct I/O asks for."""
+    """An uninitialised CPU tensor that begins on a page boundary, as direct I/O asks for; ``pinned``: page-locked.
+
+    Torch rounds what it page-locks up to a power of two, which is twice a model's bytes at worst: where the device can,
+    what is large is locked where it lies."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
-    if pinned and can_pin():  # which begins on a page by itself; torch rounds its size up to a power of two
-        raw = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        if raw.data_ptr() % PAGE == 0:
-            return raw.view(dtype).view(shape)
-    raw = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=pinned and can_pin())
+    raw = torch.empty(round_up(nbytes) + PAGE, dtype=torch.uint8)
+    if pinned and can_pin():
+        start = -raw.data_ptr() % PAGE
+        pages = raw[start : start + round_up(nbytes)]
+        if nbytes >= _LOCKED_IN_PLACE and lock_pages(pages):  # until nothing is left that views them
+            weakref.finalize(raw.untyped_storage(), unlock_pages, pages.data_ptr()).atexit = False
+        else:
+            raw = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            if raw.data_ptr() % PAGE:  # by itself it begins on a page
+                raw = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=True)
     start = -raw.data_ptr() % PAGE
     return raw[start : start + nbytes].view(dtype).view(shape)

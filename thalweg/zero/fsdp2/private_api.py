@@ -101,10 +101,10 @@ class ArrivingGrads:
 
 
 class ArrivingGrad:
-    """One of ``queue``: ``sent`` to the host, where it is cast to ``wide``."""
+    """One of ``queue``: ``sent`` to the host, where it is cast to ``wide``, or added to what that has (``is_sum``)."""
 
-    def __init__(self, event: torch.Event, sent: Tensor, wide: Tensor, queue: ArrivingGrads) -> None:
-        self._event, self._sent, self._wide, self._queue = event, sent, wide, queue
+    def __init__(self, event: torch.Event, sent: Tensor, wide: Tensor, is_sum: bool, queue: ArrivingGrads) -> None:
+        self._event, self._sent, self._wide, self._is_sum, self._queue = event, sent, wide, is_sum, queue
         self._has_come = False
         queue.add(self)
 
@@ -115,7 +115,7 @@ class ArrivingGrad:
     def cast(self) -> None:
         """Wait for the copy, and widen it."""
         self._event.synchronize()
-        self._wide.copy_(self._sent)
+        (self._wide.add_ if self._is_sum else self._wide.copy_)(self._sent)
         self._has_come = True
         del self._sent, self._wide  # which ``.grad`` holds, until somebody has used it up
 
@@ -288,6 +288,23 @@ class FSDPGroupHandle:
         for those that were added up over micro-batches, or divided by a loss scale (not ``is_unscaled()``).
         """
         inner = self._inner
+        sums = dict[Any, DTensor]()
+
+        def take_sums() -> None:
+            # FSDP2 would wait for each copy, in pageable memory, that it adds to a gradient which it finds.
+            for param in inner.fsdp_params if inner.reduce_grads else ():
+                if param.sharded_param.grad is not None:
+                    sums[param], param.sharded_param.grad = param.sharded_param.grad, None
+
+        def give_back_sums() -> None:
+            for param, grad in sums.items():  # of parameters that had no part in this pass
+                param.sharded_param.grad = grad
+            sums.clear()
+            arriving.cast_in_background()
+
+        self._wrap_post_backward(take_sums, give_back_sums)
+        for param in inner.fsdp_params:
+            param.to_sharded_dtensor = partial(_cast_on_arrival, param, param.to_sharded_dtensor, sums, arriving)
         if _GRADS_STAY_IN_PLACE:  # torch 2.15 casts each to a dtype of its own; not tried
             return
         master_dtype = inner._orig_dtype
@@ -301,9 +318,7 @@ class FSDPGroupHandle:
             narrows = is_exact and not others and held.itemsize < master_dtype.itemsize
             inner._orig_dtype = held if narrows else master_dtype
 
-        self._wrap_post_backward(choose_dtype, arriving.cast_in_background)
-        for param in inner.fsdp_params:
-            param.to_sharded_dtensor = partial(_widen_on_arrival, param, param.to_sharded_dtensor, arriving)
+        self._wrap_post_backward(choose_dtype)
 
     def copy_in_early(self) -> None:
         """Let a rank alone copy its shards from the host as soon as a unit is asked for, beside what is computed.
@@ -564,15 +579,24 @@ class FSDPParamHandle:
         return whole
 
 
-def _widen_on_arrival(
-    param: Any, to_sharded_dtensor: Callable[[Tensor], DTensor], arriving: ArrivingGrads, tensor: Tensor
+def _cast_on_arrival(
+    param: Any,
+    to_sharded_dtensor: Callable[[Tensor], DTensor],
+    sums: dict[Any, DTensor],
+    arriving: ArrivingGrads,
+    tensor: Tensor,
 ) -> DTensor:
-    event, dtype = param.grad_offload_event, param.sharded_param.dtype
-    if event is None or tensor.dtype == dtype:
-        return to_sharded_dtensor(tensor)
-    wide = torch.empty_like(tensor, dtype=dtype, pin_memory=tensor.is_pinned())
-    param.grad_offload_event = ArrivingGrad(event, tensor, wide, arriving)
-    return to_sharded_dtensor(wide)
+    event, total = param.grad_offload_event, sums.pop(param, None)
+    is_sum = total is not None
+    if event is None:  # FSDP2 has waited
+        return to_sharded_dtensor(tensor) if total is None else total.add_(to_sharded_dtensor(tensor))
+    if total is None:
+        if tensor.dtype == param.sharded_param.dtype:
+            return to_sharded_dtensor(tensor)
+        wide = torch.empty_like(tensor, dtype=param.sharded_param.dtype, pin_memory=tensor.is_pinned())
+        total = to_sharded_dtensor(wide)
+    param.grad_offload_event = ArrivingGrad(event, tensor, total.to_local(), is_sum, arriving)
+    return total
 
 
 def get_fsdp_groups(root: nn.Module) -> list[FSDPGroupHandle]:

@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from thalweg.comm.collectives.shared_memory import CommError, SharedMemoryArena, hash_name
+from thalweg.storage_io.evictable_memory import aligned_empty
 from thalweg.utils.formatting import format_bytes
 from thalweg.zero.fsdp2.private_api import FSDPGroupHandle, FSDPParamHandle
 from thalweg.zero.whole_parameter import WholeParameter
@@ -170,7 +171,10 @@ class ShardStorage:
                 return cls(spec, rank, local_rows, unsharded, padded_unsharded=padded_unsharded)
             shard = torch.zeros(spec.padded_shape, dtype=spec.master_dtype, device=device)
             return cls(spec, rank, shard, unsharded, local_rows, padded_unsharded)
-        shard = torch.zeros(spec.padded_shape, dtype=spec.master_dtype, device=device, pin_memory=pin_shard)
+        if pin_shard:
+            shard = aligned_empty(spec.padded_shape, spec.master_dtype, pinned=True).zero_()
+        else:
+            shard = torch.zeros(spec.padded_shape, dtype=spec.master_dtype, device=device)
         if storage_kind == "wire":
             storage = cls(spec, rank, shard)
             storage.crosses_link = crosses_link and spec.is_mixed
