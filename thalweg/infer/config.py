@@ -7,6 +7,8 @@ keywords; :func:`from_deepspeed_config` translates the keys of ``init_inference`
 The names are vLLM's where vLLM has the option.
 """
 
+from __future__ import annotations  # engine_options reads the types of the fields as text
+
 import functools
 import tomllib
 from collections.abc import Mapping, Sequence
