@@ -15,7 +15,7 @@ from torch.utils._triton import has_triton
 
 from thalweg.device import communication_backend, current_accelerator, pick_device
 from thalweg.utils.env import read_rank_info
-from thalweg.utils.procfs import resident_bytes
+from thalweg.utils.procfs import available_host_memory, resident_bytes
 
 
 class Accelerator:
@@ -208,10 +208,10 @@ class Accelerator:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes of it that are free."""
+        """Bytes of it that are free; of the host's memory, those that this process may still use."""
         if self._type != "cpu":
             return torch.accelerator.get_memory_info(device_index)[0]
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        return available_host_memory() or self.total_memory()
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
         """The tensor in memory that the device copies from without a stop."""

@@ -66,6 +66,8 @@ def test_doctor_sees_what_a_container_leaves(monkeypatch: pytest.MonkeyPatch) ->
     limits.append((4 << 30, 3 << 30))
     found = doctor._check_memory()
     assert found.status == "warn" and found.found.startswith("1.0 GiB available")
+    if thalweg.get_accelerator().device_name() == "cpu":
+        assert thalweg.get_accelerator().available_memory() == 1 << 30
 
 
 def test_doctor_names_the_kernels_of_inference(monkeypatch: pytest.MonkeyPatch) -> None:

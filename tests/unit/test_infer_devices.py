@@ -552,6 +552,38 @@ def test_each_replica_has_devices_of_its_own():
     assert "2 replicas of 2 ranks need 4 sim devices" in error and "give --replicas 1" in error
 
 
+def _replica_caches(rank: int, world: int, folder: str) -> list[int]:
+    """KV blocks of a replica of two, on a device that is its own and on one that both have."""
+    from thalweg.infer import EngineConfig
+    from thalweg.serve.replicas.launcher import EngineSpec
+    from thalweg.utils.env import MEMORY_SHARES_VARIABLE
+
+    if rank:
+        return []
+    total, ask = 256 << 20, torch.accelerator.get_memory_info
+    torch.accelerator.get_memory_info = lambda _: (total, total)
+    sizes: dict[str, Any] = {"max_num_seqs": 1 << 20, "max_num_batched_tokens": 64}
+    found = []
+    try:
+        for device in ("sim", "sim:0"):
+            config = EngineConfig(dtype="fp32", device=device, enforce_eager=True, **sizes)
+            engine = EngineSpec(folder, config, replica=(0, 2)).load()
+            found.append(engine.stats().kv_blocks)
+            engine.close()
+    finally:
+        torch.accelerator.get_memory_info = ask
+        os.environ.pop(MEMORY_SHARES_VARIABLE, None)
+    return found
+
+
+def test_replicas_on_one_device_share_its_memory(tmp_path: Path):
+    from tests.unit.infer_models import tiny_decoder
+
+    tiny_decoder("llama").save_pretrained(tmp_path)
+    own, shared = run_ranks(_replica_caches, 2, str(tmp_path), device="simulated")[0]
+    assert own > 1000 and shared == own // 2
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("num_devices", [2, 1])
 def test_a_server_with_two_replicas_needs_two_devices(num_devices: int, tmp_path: Path):

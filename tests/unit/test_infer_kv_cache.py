@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,8 @@ from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.runners.base import ModelInput, QuerySpan
 from thalweg.infer.runners.torch_runner import KVCacheTensor
 from thalweg.ops import cpu_kernels
+from thalweg.serve.replicas.launcher import EngineSpec
+from thalweg.utils import env, procfs
 
 kernels = pytest.mark.skipif(bool(cpu_kernels.unsupported_reason()), reason=cpu_kernels.unsupported_reason())
 
@@ -147,3 +152,26 @@ def test_memory_is_touched_as_blocks_are_used() -> None:
     assert runner.num_blocks * cpu_kernels.BLOCK_SIZE * 2 * 128 * 16 * 4 > 240 << 20, "would show nothing"
     runner.run(ModelInput([1] * 20, [QuerySpan(0, 0, 20)], [19], [[0, 1]]))
     assert resident_bytes() - before < 160 << 20  # a quarter of it is there from the start
+
+
+def test_the_default_cache_is_a_quarter_of_what_this_process_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what a container leaves or the host can free, whatever lies in the page cache; replicas share it."""
+    tiny_decoder("llama").save_pretrained(tmp_path)
+    monkeypatch.setenv(env.MEMORY_SHARES_VARIABLE, "1")  # and take back what a replica of two sets
+    options = EngineConfig(dtype="fp32", max_num_seqs=512, device="cpu")
+    sized = replace(options, kv_cache_bytes=16 << 20)
+    want = load_engine(tmp_path, sized).stats().kv_blocks
+    read_fields = procfs.read_fields
+
+    def num_blocks(available: int, limits: Sequence[tuple[int, int]] = (), **fields: Any) -> int:
+        memory = {"MemAvailable": f"{available >> 10} kB", "MemFree": "0 kB"}
+        monkeypatch.setattr(procfs, "read_fields", lambda at: memory if at.endswith("meminfo") else read_fields(at))
+        monkeypatch.setattr(procfs, "_cgroup_limits", lambda: list(limits))
+        return EngineSpec(str(tmp_path), **{"options": options, **fields}).load().stats().kv_blocks
+
+    assert num_blocks(64 << 20) == num_blocks(1 << 40, [(100 << 20, 36 << 20)]) == want
+    assert num_blocks(1 << 40) == 512 * 256 // 16 > want, "control: there is room for all"
+    assert num_blocks(64 << 20, replica=(1, 2)) == want // 2
+    assert num_blocks(64 << 20, replica=(1, 2), options=sized) == want, "what was asked for is of each"

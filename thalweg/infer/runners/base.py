@@ -22,6 +22,8 @@ from thalweg.infer.lora import LoraManager
 from thalweg.infer.models.spec import DecoderSpec, EncoderSpec, list_linears
 from thalweg.infer.precision import get_compute_dtype, get_kv_cache_dtype, get_weight_format
 from thalweg.infer.runners.packed_weights import WeightStore
+from thalweg.utils.env import MEMORY_SHARES_VARIABLE
+from thalweg.utils.procfs import available_host_memory
 
 if TYPE_CHECKING:
     from thalweg.infer.parallel.communicator import StageCommunicator
@@ -210,7 +212,7 @@ def count_kv_blocks(
     """Return how many KV blocks the requested memory, or a fraction of what is free, holds.
 
     ``draft_spec``: a draft model, whose keys and values take part of the same memory.  ``num_processes``: the
-    processes that share what is free, each with as many blocks.
+    processes of this engine that share what is free, each with as many blocks; a server's other replicas share it too.
     """
     kv_cache_dtype, device = get_kv_cache_dtype(options), resolve_device(options.device)
     element_size = {"fp32": 4, "int8": 1, "fp8": 1}.get(kv_cache_dtype, 2)
@@ -225,7 +227,7 @@ def count_kv_blocks(
             raise ValueError(f"kv_cache_bytes of {options.kv_cache_bytes} bytes does not hold a block ({per_block})")
         return blocks
     if device.type == "cpu":
-        usable = _HOST_MEMORY_FRACTION * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        usable = _HOST_MEMORY_FRACTION * (available_host_memory() or 2**32)
     else:
         free = torch.accelerator.get_memory_info(device)[0]
         # A step gathers one layer's keys and values, padded to twice their size at most; one that is a graph, whose
@@ -238,5 +240,6 @@ def count_kv_blocks(
             linears = sum(x.out_features * x.in_features for x in list_linears(draft_spec))
             free -= compute_size * (draft_spec.embed.numel() + linears)
         usable = _DEVICE_MEMORY_FRACTION * free
+    num_processes *= int(os.environ.get(MEMORY_SHARES_VARIABLE, 1))
     free_blocks = int(usable) // max(num_processes * per_block, 1)  # a rank with experts alone has none
     return max(blocks_per_seq, min(blocks_per_seq * options.max_num_seqs, free_blocks))

@@ -22,6 +22,7 @@ from typing import Any
 from thalweg.infer.config import EngineConfig
 from thalweg.infer.types import EngineCore
 from thalweg.serve.engine_process import EngineLoop
+from thalweg.utils.env import MEMORY_SHARES_VARIABLE
 
 LOADER = "thalweg.infer:load_engine"
 _QUIET_ENV = {"TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}  # a server's log has no use for bars
@@ -43,7 +44,10 @@ class EngineSpec:
         """Make the engine; raises what the loader raises."""
         options = self.options
         if self.loader == LOADER and self.replica[1] > 1:
-            options = replace(options, device=_device_of_replica(options, *self.replica))
+            device = _device_of_replica(options, *self.replica)
+            if device in ("cpu", options.device):  # which the others have, too
+                os.environ[MEMORY_SHARES_VARIABLE] = str(self.replica[1])
+            options = replace(options, device=device)
         return pkgutil.resolve_name(self.loader)(self.model, options)
 
 
