@@ -87,13 +87,16 @@ def left_behind(home: Path) -> list[str]:
     return [str(path) for path in home.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
 
 
-def test_sigterm_finishes_what_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("to_all", [False, True])
+def test_sigterm_finishes_what_runs(tmp_path: Path, to_all: bool) -> None:
+    """Sent to the server, or to each of its processes, as systemd and SLURM do."""
     with serving(tmp_path, "toy:delay=0.01", "--replicas", "2") as server, ThreadPoolExecutor(6) as clients:
         replicas = server.descendants()
         assert len(replicas) == 2 and server.health() == 200
         answers = [clients.submit(server.post, "/v1/completions", prompt=f"t{i}", max_tokens=90) for i in range(6)]
         time.sleep(0.4)
-        server.process.send_signal(signal.SIGTERM)
+        for pid in (*replicas, server.process.pid) if to_all else (server.process.pid,):
+            os.kill(pid, signal.SIGTERM)
         texts = [answer.result(30)["choices"][0]["text"] for answer in answers]
         assert texts == [expected_text(f"t{i}", 90) for i in range(6)]
         assert server.process.wait(20) == 0

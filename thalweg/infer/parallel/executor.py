@@ -272,7 +272,9 @@ def _build_runner(
 
 def main(argument: str) -> int:
     """Be a rank that :func:`.process_group.spawn_workers` has started."""
+    # Either may be sent to all processes at once: rank 0's end is this one's.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     fields = json.loads(argument)
     torch.set_num_threads(fields["num_threads"])
     # Rank 0 has ended or closed the engine, if need be before this one has met it: this rank has no other purpose.

@@ -2,7 +2,7 @@
 
 It gets one end of a socket pair as a file descriptor and its EngineSpec as JSON in an argument; nothing is
 listening anywhere and nothing lies on disk.  It starts in a session of its own, so Ctrl-C reaches the server
-alone, which drains.  Run as a module this file is the replica's program.
+alone, which drains; SIGTERM, which systemd and SLURM send to all processes, it leaves to the server.  Run as a module this file is the replica's program.
 """
 
 from __future__ import annotations
@@ -134,7 +134,9 @@ def _has_fileno(stream: Any) -> bool:
 
 def main(argument: str) -> int:
     """Be a replica: ``argument`` is the EngineSpec as JSON, with ``fd`` and ``cpus``."""
+    # Either may be sent to all processes at once: the server drains, and its end is this one's.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     fields = json.loads(argument)
     sock = socket.socket(fileno=fields.pop("fd"))
     cpus = fields.pop("cpus")
