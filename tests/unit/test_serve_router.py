@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.server
 import json
@@ -20,7 +21,7 @@ from tests.serve_support import ServerThread, run_router, run_toy_server, until
 from tests.toy_engine import expected_text
 from thalweg.serve.replicas import router as routing
 from thalweg.serve.replicas.pool import PoolLimits
-from thalweg.serve.replicas.router import ReplicaRouter
+from thalweg.serve.replicas.router import RemoteReplica, ReplicaRouter
 
 pytestmark = pytest.mark.waits
 MODEL = {"id": "toy", "max_model_len": 2048}
@@ -256,6 +257,49 @@ def test_a_replica_that_falls_silent_is_lost_with_what_it_has(monkeypatch: pytes
         silent.healthy = True
         until(lambda: router.request("GET", "/health")[1]["replicas"] == 2)
         held.set()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_replica_that_ends_finishes_what_it_has(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM to one of two: it takes no connections any more, and what it works on is not begun anew elsewhere."""
+    look_up = socket.getaddrinfo
+
+    def look_up_both(name: Any, *rest: Any, **fields: Any) -> list[Any]:  # as of a host with IPv4 and IPv6
+        names = ["127.0.0.1", "127.0.0.2"] if name == "localhost" else [name]
+        return [address for each in names for address in look_up(each, *rest, **fields)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up_both)
+    with (
+        run_toy_server("toy:delay=0.01") as one,
+        run_toy_server("toy:delay=0.01") as two,
+        run_router([f"http://{host}:{one.port}", two.url]) as router,
+        ThreadPoolExecutor(4) as clients,
+    ):
+        streams = [clients.submit(router.stream, "/v1/completions", prompt=f"s{i}", max_tokens=200) for i in (0, 1)]
+        answers = [clients.submit(router.create_completion, f"a{i}", max_tokens=200) for i in (0, 1)]
+        until(lambda: len(one.engines[0].running) == len(two.engines[0].running) == 2)
+        one.stop(wait=False)
+        until(lambda: router.request("GET", "/health")[1]["replicas"] == 1)
+        assert router.create_completion("new", max_tokens=5)["choices"][0]["text"] == expected_text("new", 5)
+        assert [stream.result(30)[-1] for stream in streams] == ["[DONE]"] * 2
+        texts = [answer.result(30)["choices"][0]["text"] for answer in answers]
+        assert texts == [expected_text(f"a{i}", 200) for i in (0, 1)] and value(router, "thalweg_retries_total") == 0
+        assert (one.engines[0].generated, two.engines[0].generated) == (400, 405)
+
+
+def test_a_connection_on_which_nothing_comes_is_asked_after() -> None:
+    """A host that has started anew refuses new ones, and says of an old one that it is none when it is asked."""
+
+    async def keepalive(url: str) -> list[int]:
+        async with RemoteReplica(0, url, None).connect("GET", "/health") as connection:
+            sock = connection._writer.get_extra_info("socket")
+            numbers = [getattr(socket, f"TCP_KEEP{name}") for name in ("IDLE", "INTVL", "CNT")]
+            on = sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            return [on, *(sock.getsockopt(socket.IPPROTO_TCP, number) for number in numbers)]
+
+    with FakeReplica(hang_up) as fake:
+        on, idle, interval, count = asyncio.run(keepalive(fake.url))
+    assert on and idle + interval * count <= 30
 
 
 def test_an_unhealthy_replica_gets_nothing_new_and_comes_back() -> None:

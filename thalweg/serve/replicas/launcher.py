@@ -2,7 +2,8 @@
 
 It gets one end of a socket pair as a file descriptor and its EngineSpec as JSON in an argument; nothing is
 listening anywhere and nothing lies on disk.  It starts in a session of its own, so Ctrl-C reaches the server
-alone, which drains; SIGTERM, which systemd and SLURM send to all processes, it leaves to the server.  Run as a module this file is the replica's program.
+alone, which drains; SIGTERM, which systemd and SLURM send to all processes, it leaves to the server.  Run as a
+module this file is the replica's program.
 """
 
 from __future__ import annotations

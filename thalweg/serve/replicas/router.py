@@ -8,9 +8,9 @@ A replica is any server with OpenAI's API and ``/health``; nothing else passes b
 router has no engine and no tokenizer: it passes bodies on as they came, with its own key as bearer token, and answers
 as they come.
 
-- *Health*: each replica is asked for ``/health`` and ``/v1/models`` every second.  One that answers anything but 200
-  gets no new requests.  One that does not answer three times in a row is lost, and so are the requests it has: a
-  host that is gone without a word closes no connection.
+- *Health*: each replica is asked for ``/health`` and ``/v1/models`` every second.  One that answers anything but 200,
+  or refuses the connection as one does that finishes what it has, gets no new requests.  One that is silent three times
+  is lost, and so are the requests it has: a host that is gone without a word closes no connection.
 - *The same model*: the name, ``max_model_len`` and adapters of each must be those of the first.
 - *Choice*: the ready replica with the fewest requests outstanding.
 - *Retry*: a request whose replica was lost before anything of the answer was passed on goes to another one, once; one
@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import ssl
 import time
 import urllib.parse
@@ -42,6 +43,9 @@ _LOG = get_logger(__name__)
 _PROBE_INTERVAL = 1.0  # seconds from one question for a replica's health to the next
 _PROBE_TIMEOUT = 2.0  # for its answer
 _MAX_SILENT_PROBES = 3  # without an answer, after which what the replica works on is lost
+# Seconds until a connection on which nothing comes is asked after, and from then on, and how often: a host that has
+# started anew in the meantime does not know of it.
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _START_TIMEOUT = 600.0  # seconds that the first replica may take to be ready
 _READY_TIMEOUT = 10.0  # seconds that a request waits for a replica to be ready
 _CONNECT_TIMEOUT = 5.0
@@ -92,7 +96,8 @@ class RemoteReplica:
                 health = await self._fetch("/health")
                 models = await self._fetch("/v1/models") if health.status == 200 else None
         except (OSError, ApiError) as error:  # a timeout is an OSError
-            self._num_silent_probes += 1
+            # Whatever else it is (refused, without a name), the requests that it has may well be worked on.
+            self._num_silent_probes += isinstance(error, TimeoutError)
             self.mark_down("it does not answer", f"{type(error).__name__} {error}")
             if self._num_silent_probes >= _MAX_SILENT_PROBES:
                 self.abort_connections()
@@ -144,6 +149,11 @@ class RemoteReplica:
         parts = self._parts
         async with asyncio.timeout(_CONNECT_TIMEOUT):
             reader, writer = await asyncio.open_connection(parts.hostname, parts.port, ssl=self._ssl)
+        sock = writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         connection = _Connection(reader, writer)
         self._connections.add(connection)
         try:
