@@ -39,16 +39,16 @@ def health(server: ServerThread) -> int:
     return server.request("GET", "/health")[0]
 
 
-def begin(server: ServerThread, **body: object) -> socket.socket:
+def begin(server: ServerThread, path: str = "completions", **body: object) -> socket.socket:
     """Send a request and read nothing."""
-    data = json.dumps({"max_tokens": 1000, **body}).encode()
+    data = json.dumps(({"max_tokens": 1000} if path == "completions" else {}) | body).encode()
     sock = socket.create_connection(("127.0.0.1", server.port), timeout=10)
-    sock.sendall(post(data))
+    sock.sendall(post(data, path))
     return sock
 
 
-def post(data: bytes) -> bytes:
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+def post(data: bytes, path: str = "completions") -> bytes:
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
@@ -129,6 +129,34 @@ def test_a_client_that_leaves_frees_its_kv(stream: bool) -> None:
         assert time.monotonic() - left < 2.0 and server.engines[0].generated < 3000
         until(lambda: "thalweg_cancelled_total 1.0" in metrics(server))
         assert "thalweg_outstanding 0.0" in metrics(server)
+
+
+def test_texts_whose_clients_have_left_are_not_embedded() -> None:
+    """Each would be work for nobody, before the work for those who wait, and nothing would count it."""
+    import torch  # noqa: F401  (the toy engine would, within the time allowed)
+
+    with run_toy_server("toy-encoder") as server, ThreadPoolExecutor(1) as clients:
+        embed, begun, go_on = server.engines[0].embed, list[list[int]](), threading.Event()
+
+        def wait_and_embed(prompts: Any) -> Any:
+            begun.extend(prompts)
+            assert go_on.wait(30)
+            return embed(prompts)
+
+        server.engines[0].embed = wait_and_embed
+        first = clients.submit(server.post, "/v1/embeddings", input="first")
+        until(lambda: len(begun) == 1)
+        gone = [begin(server, "embeddings", input=f"gone {i}") for i in range(8)]
+        until(lambda: "thalweg_outstanding 9.0" in metrics(server))
+        for sock in gone:
+            sock.close()
+        until(lambda: "thalweg_outstanding 1.0" in metrics(server))
+        go_on.set()
+        assert first.result(30)[0] == 200
+        for text in ("after", "and after that"):
+            status, answer = server.post("/v1/embeddings", input=text)
+            assert status == 200 and answer["data"][0]["embedding"][0] == len(text)
+        assert [bytes(tokens).decode() for tokens in begun] == ["first", "after", "and after that"]
 
 
 def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

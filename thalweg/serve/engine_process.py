@@ -59,6 +59,7 @@ class EngineLoop:
         self._engine: EngineCore | None = None
         self._entered: float | None = None  # when the engine was last called, None since it came back
         self._preparing_ids: set[str] = set()
+        self._aborted_ids: set[str] = set()  # whose abort is still in the inbox
         self._prepare_executor = ThreadPoolExecutor(2, "thalweg-serve-prepare")
 
     def run(self) -> int:
@@ -117,6 +118,7 @@ class EngineLoop:
         kind, request_id = message["type"], message.get("id", "")
         if kind == "abort":
             self._preparing_ids.discard(request_id)
+            self._aborted_ids.discard(request_id)
             engine.abort(request_id)
             return
         try:
@@ -129,7 +131,7 @@ class EngineLoop:
                     if error := message.get("error"):
                         raise error
                     engine.add(message["request"])
-            elif kind == "embed":
+            elif kind == "embed" and request_id not in self._aborted_ids:  # else it would be work for nobody
                 rows: Any = engine.embed(message["prompts"])
                 self._send({"type": "embedded", "id": request_id, "rows": rows.tolist()})
         except (ValueError, TypeError, OverflowError, IndexError) as error:
@@ -170,7 +172,10 @@ class EngineLoop:
     def _read_loop(self) -> None:
         with contextlib.suppress(OSError, ValueError), self._sock.makefile("rb") as file:
             while line := file.readline(MAX_LINE_BYTES):
-                self._inbox.put(json.loads(line))
+                message = json.loads(line)
+                if message["type"] == "abort":
+                    self._aborted_ids.add(message["id"])
+                self._inbox.put(message)
         self._inbox.put({"type": "stop"})
         if not self._done.is_set():
             self._on_disconnect()
