@@ -554,9 +554,8 @@ def test_each_replica_has_devices_of_its_own():
 
 def _replica_caches(rank: int, world: int, folder: str) -> list[int]:
     """KV blocks of a replica of two, on a device that is its own and on one that both have."""
-    from thalweg.infer import EngineConfig
+    from thalweg.infer.config import MEMORY_SHARES_VARIABLE, EngineConfig
     from thalweg.serve.replicas.launcher import EngineSpec
-    from thalweg.utils.env import MEMORY_SHARES_VARIABLE
 
     if rank:
         return []

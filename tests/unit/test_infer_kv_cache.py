@@ -16,11 +16,12 @@ from tests.marks import nightly
 from tests.memory import resident_bytes
 from tests.unit.infer_models import tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
+from thalweg.infer.config import MEMORY_SHARES_VARIABLE
 from thalweg.infer.runners.base import ModelInput, QuerySpan
 from thalweg.infer.runners.torch_runner import KVCacheTensor
 from thalweg.ops import cpu_kernels
 from thalweg.serve.replicas.launcher import EngineSpec
-from thalweg.utils import env, procfs
+from thalweg.utils import procfs
 
 kernels = pytest.mark.skipif(bool(cpu_kernels.unsupported_reason()), reason=cpu_kernels.unsupported_reason())
 
@@ -159,7 +160,7 @@ def test_the_default_cache_is_a_quarter_of_what_this_process_may_use(
 ) -> None:
     """Of what a container leaves or the host can free, whatever lies in the page cache; replicas share it."""
     tiny_decoder("llama").save_pretrained(tmp_path)
-    monkeypatch.setenv(env.MEMORY_SHARES_VARIABLE, "1")  # and take back what a replica of two sets
+    monkeypatch.setenv(MEMORY_SHARES_VARIABLE, "1")  # and take back what a replica of two sets
     options = EngineConfig(dtype="fp32", max_num_seqs=512, device="cpu")
     sized = replace(options, kv_cache_bytes=16 << 20)
     want = load_engine(tmp_path, sized).stats().kv_blocks

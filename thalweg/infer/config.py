@@ -25,6 +25,9 @@ DEEPSPEED_IGNORED_KEYS = frozenset(_DEEPSPEED["ignored"])
 # Older names of the options, and DeepSpeed's and MII's where they mean the same.
 ALIASES: dict[str, str] = {alias: name for name, row in _TABLE.items() for alias in row.get("aliases", ())}
 
+# Tells a replica how many of its server have their KV caches in the same memory: on one device, or on this host.
+MEMORY_SHARES_VARIABLE = "THALWEG_MEMORY_SHARES"
+
 T = TypeVar("T")
 
 

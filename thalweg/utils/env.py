@@ -28,8 +28,6 @@ from pathlib import Path
 
 # What device "auto" means in this process and in those that it starts; ``cpu`` hides the accelerators.
 DEVICE_VARIABLE = "THALWEG_DEVICE"
-# How many replicas of a server have their KV caches in the same memory: on one device, or on this host.
-MEMORY_SHARES_VARIABLE = "THALWEG_MEMORY_SHARES"
 _PORTS = range(20000, 32000)  # below Linux's ephemeral range, so no outgoing connection holds one
 _HOST_RANGE = re.compile(r"^(?P<prefix>[^\[\]]*)(?:\[(?P<first>\d+)[^\]]*\](?P<suffix>[^\[\]]*))?$")
 

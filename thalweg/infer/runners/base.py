@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from thalweg.device import copy_to_device, graph_module, resolve_device
-from thalweg.infer.config import EngineConfig
+from thalweg.infer.config import MEMORY_SHARES_VARIABLE, EngineConfig
 from thalweg.infer.lora import LoraManager
 from thalweg.infer.models.spec import DecoderSpec, EncoderSpec, list_linears
 from thalweg.infer.precision import get_compute_dtype, get_kv_cache_dtype, get_weight_format
 from thalweg.infer.runners.packed_weights import WeightStore
-from thalweg.utils.env import MEMORY_SHARES_VARIABLE
 from thalweg.utils.procfs import available_host_memory
 
 if TYPE_CHECKING:

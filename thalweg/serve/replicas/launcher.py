@@ -20,10 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from thalweg.infer.config import EngineConfig
+from thalweg.infer.config import MEMORY_SHARES_VARIABLE, EngineConfig
 from thalweg.infer.types import EngineCore
 from thalweg.serve.engine_process import EngineLoop
-from thalweg.utils.env import MEMORY_SHARES_VARIABLE
 
 LOADER = "thalweg.infer:load_engine"
 _QUIET_ENV = {"TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}  # a server's log has no use for bars

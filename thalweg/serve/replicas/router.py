@@ -43,9 +43,6 @@ _LOG = get_logger(__name__)
 _PROBE_INTERVAL = 1.0  # seconds from one question for a replica's health to the next
 _PROBE_TIMEOUT = 2.0  # for its answer
 _MAX_SILENT_PROBES = 3  # without an answer, after which what the replica works on is lost
-# Seconds until a connection on which nothing comes is asked after, and from then on, and how often: a host that has
-# started anew in the meantime does not know of it.
-_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _START_TIMEOUT = 600.0  # seconds that the first replica may take to be ready
 _READY_TIMEOUT = 10.0  # seconds that a request waits for a replica to be ready
 _CONNECT_TIMEOUT = 5.0
@@ -151,7 +148,8 @@ class RemoteReplica:
             reader, writer = await asyncio.open_connection(parts.hostname, parts.port, ssl=self._ssl)
         sock = writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
+        # Asked after as soon as nothing comes for 10 s: a host that has started anew does not know of it.
+        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, name):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         connection = _Connection(reader, writer)
