@@ -147,6 +147,27 @@ def test_fields_that_change_nothing_and_those_that_would(server: ServerThread) -
         assert "user" not in answer["error"]["message"].partition(";")[0], "what is ignored is no fault"
 
 
+def test_a_message_as_lm_eval_and_those_who_were_answered_by_vllm_send_it() -> None:
+    """lm-eval puts a type beside each role; an answer's reasoning has two names."""
+    typed = [{**message, "type": "text"} for message in HELLO]
+    plain = {"role": "assistant", "content": "Well"}
+    with run_toy_server(make_tokenizer=lambda: ChatTokenizer(Spelling())) as running:
+        for said, reasoning in (
+            ({}, {}),
+            ({"reasoning": None}, {}),
+            ({"reasoning": None, "reasoning_content": None}, {}),
+            ({"reasoning": "hm"}, {"reasoning_content": "hm"}),
+            ({"reasoning": "hm", "reasoning_content": "hm"}, {"reasoning_content": "hm"}),
+        ):
+            status, answer = running.post(CHAT, messages=[*typed, {**plain, **said}, *typed], max_tokens=9)
+            assert status == 200, answer
+            want = expected_text(json.dumps(["plain", [*HELLO, {**plain, **reasoning}, *HELLO]]), 9)
+            assert answer["choices"][0]["message"]["content"] == want
+        for wrong in ({"typ": "text"}, {"type": 3}, {"reasoning": 3}):  # the control
+            status, answer = running.post(CHAT, messages=[{**plain, **wrong}, *HELLO])
+            assert status == 400 and next(iter(wrong)) in answer["error"]["message"]
+
+
 def test_a_length_that_nobody_asked_for_fits(server: ServerThread) -> None:
     prompt = "x" * 2040
     assert len(server.create_completion(prompt)["choices"][0]["text"].encode()) <= 8

@@ -188,11 +188,15 @@ class ChatMessage(StrictModel):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    # vLLM's newer name of it.
+    reasoning: str | None = None
     annotations: list[Any] | None = None
     parsed: Any = None
     audio: None = None
-    # The last four stand in an answer that a client sends back as it came; they change nothing.
+    # These four stand in an answer that a client sends back as it came; they change nothing.
     function_call: None = None
+    # lm-eval says it of each message; changes nothing.
+    type: str | None = None
 
 
 class _TemplateFields(StrictModel):
@@ -716,8 +720,9 @@ def _to_template_message(message: ChatMessage) -> dict[str, Any]:
     fields |= message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
     if message.tool_calls:
         fields["tool_calls"] = [_to_template_call(call) for call in message.tool_calls]
-    if message.reasoning_content is not None:
-        fields["reasoning_content"] = message.reasoning_content
+    for reasoning in (message.reasoning, message.reasoning_content):
+        if reasoning is not None:
+            fields["reasoning_content"] = reasoning
     return fields
 
 
