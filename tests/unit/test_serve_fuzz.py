@@ -186,6 +186,19 @@ def test_a_body_over_the_limit(server: ServerThread) -> None:
     connection.close()
 
 
+def test_a_body_full_of_faults_is_refused_at_once(server: ServerThread) -> None:
+    """Each of them was compared with each other one, while the server did nothing else."""
+    for field, wrong, said in (
+        ("prompt", [-1, "x"] * 15_000, "prompt.0: input should be greater than or equal to 0"),
+        ("prompt", [["x", -1] * 15_000], "prompt.0.0: input should be a valid integer"),
+        ("logit_bias", {str(i): (101, "x")[i % 2] for i in range(20_000)}, "logit_bias.0: input should be less than"),
+    ):
+        begun = time.process_time()
+        status, answer = server.post("/v1/completions", **{"prompt": "x", field: wrong})
+        assert status == 400 and said in answer["error"]["message"], answer
+        assert time.process_time() - begun < 5
+
+
 def test_raw_bytes_on_the_socket(server: ServerThread) -> None:
     """Things that are not HTTP get a 4xx or a closed connection, never a 5xx."""
     random_state = random.Random(7)

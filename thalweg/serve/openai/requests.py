@@ -41,16 +41,17 @@ IGNORED_FIELDS = frozenset({
 # Fields of OpenAI's that would change something: taken as null alone, which some clients send for all.
 _NULL_ONLY_FIELDS = frozenset(["audio", "function_call", "functions", "moderation", "web_search_options"])
 
-_MAX_REPORTED_ERRORS = 3  # problems that a message names
+# Problems that a message names, of the first ones: each of those is compared with the others.
+_MAX_REPORTED_ERRORS, _MAX_COMPARED_ERRORS = 3, 100
 _MAX_N, _MAX_STOPS, _MAX_STOP_CHARS, _MAX_PROMPTS, _MAX_INPUTS = 128, 16, 256, 256, 2048
 _INLINE_CHARS = 2048  # characters that are encoded on the spot
 # Where an answer ends that was asked for by the plain template.
 FALLBACK_STOP = "\nUser:"
 StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Prompt = str | list[TokenId]
+Prompt = str | Annotated[list[TokenId], Field(fail_fast=True)]
 _MAX_COUNTED_TOKENS = 1 << 20  # of one text that is only counted
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 class StrictModel(BaseModel):
@@ -295,7 +296,7 @@ def parse_body(model_class: type[ModelT], body: bytes) -> ModelT:
     fields = from_json(body) if unknown else {}
     ignored = unknown & IGNORED_FIELDS | {name for name in unknown & _NULL_ONLY_FIELDS if fields.get(name) is None}
     if not ignored - model_class.model_fields.keys():
-        raise _to_api_error(model_class, errors)
+        raise _to_api_error(model_class, errors[:_MAX_COMPARED_ERRORS])
     kept = {name: value for name, value in fields.items() if name not in ignored or name in model_class.model_fields}
     return parse_body(model_class, json.dumps(kept).encode())
 
