@@ -176,14 +176,23 @@ def test_other_ways_to_ask_wrongly(server: ServerThread) -> None:
 
 
 def test_a_body_over_the_limit(server: ServerThread) -> None:
-    big = json.dumps({"prompt": "x" * 2**20}).encode()
+    big = json.dumps({"prompt": "x" * 2**23}).encode()
     status, answer = send(server, "/v1/completions", big)
-    assert status == 413 and in_form(status, answer)
+    assert status == 413 and in_form(status, answer) and "--body-bytes" in answer["error"]["message"]
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    chunks = (b"x" * 65536 for _ in range(64))  # no Content-Length: counted as it comes
+    chunks = (b"x" * 65536 for _ in range(256))  # no Content-Length: counted as it comes
     connection.request("POST", "/v1/completions", chunks, {"Content-Type": "application/json"}, encode_chunked=True)
     assert connection.getresponse().status == 413
     connection.close()
+
+
+def test_a_body_as_langchain_and_long_chats_send_it_is_taken(server: ServerThread) -> None:
+    """A thousand texts as tokens, 180,000 Chinese characters: refused for their lengths here, not for their bytes."""
+    embedding, chat = {"input": [[100_000] * 230] * 1000}, [{"role": "user", "content": "\u6cb3" * 180_000}]
+    for path, body in (("/v1/embeddings", embedding), ("/v1/chat/completions", {"messages": chat})):
+        data = json.dumps(body).encode()
+        assert 2**20 < len(data) and send(server, path, data)[0] == 400
+    assert server.post("/v1/chat/completions", messages=chat)[1]["error"]["code"] == "context_length_exceeded"
 
 
 def test_a_body_full_of_faults_is_refused_at_once(server: ServerThread) -> None:

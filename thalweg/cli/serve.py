@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int_at_least(1), metavar="T", help="threads of each (default: its share of the cores)")
     add("--max-queue", type=int_at_least(0), default=128, metavar="N",
         help="sequences that may wait beside those that run; beyond: 429 (default: 128)")
-    add("--body-bytes", type=int_at_least(1), default=2**20, metavar="N", help="largest body (default: 1 MiB)")
+    add("--body-bytes", type=int_at_least(1), default=2**23, metavar="N", help="largest body (default: 8 MiB)")
     add("--request-seconds", type=float, default=600.0, metavar="S", help="for one request (default: 600)")
     add("--stall-seconds", type=float, default=60.0, metavar="S",
         help="work, but no step for so long: /health fails; twice so long: a new replica (default: 60)")

@@ -263,7 +263,7 @@ class HandshakeGuard(asyncio.Protocol):
 class BodyLimits:
     """``max_bytes`` of a request; ``timeout_seconds`` in which it must have arrived."""
 
-    max_bytes: int = 2**20
+    max_bytes: int = 2**23
     timeout_seconds: float = 10.0
 
 
@@ -353,7 +353,8 @@ class RequestGuard:
                 break
             if is_last:
                 return b"".join(chunks)
-        raise errors.ApiError(f"the body is larger than {limit} bytes: send less", code="body_too_large", status=413)
+        message = f"the body is larger than {limit} bytes: send less, or start the server with a larger --body-bytes"
+        raise errors.ApiError(message, code="body_too_large", status=413)
 
 
 def _check_content_type(headers: dict[bytes, bytes]) -> None:
