@@ -440,6 +440,12 @@ def test_a_conversation_outlives_an_error(
     assert expected_text(f"User: {near}\nAssistant:", 20).strip() in out and not err
 
 
+def test_idle_connections_are_kept_for_longer_than_load_balancers_keep_them() -> None:
+    """AWS's and nginx's for 60 s: one that the server closes as a request comes is a 502."""
+    app: Any = None
+    assert serving._uvicorn_config(serving.ServeOptions("toy"), app, 1024).timeout_keep_alive > 60
+
+
 def test_connections_leave_descriptors_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [(4096, 4096)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])

@@ -163,7 +163,7 @@ def _uvicorn_config(options: ServeOptions, app: ASGIApp, max_connections: int) -
         context = tls_context(options.tls_cert, options.tls_key)
         make_protocol = lambda **fields: HandshakeGuard(http_protocol(**fields), context)
     return uvicorn.Config(
-        app, http=make_protocol, ws="none", lifespan="off", timeout_keep_alive=15,
+        app, http=make_protocol, ws="none", lifespan="off", timeout_keep_alive=75,  # load balancers: 60
         log_config=None, log_level="error", access_log=False, server_header=False, proxy_headers=False,
         backlog=2048 if max_connections == HardenedProtocol.max_connections else _MIN_CONNECTIONS,  # accepted at a time
     )  # fmt: skip
