@@ -112,6 +112,38 @@ def test_an_encoder(tmp_path: Path) -> None:
     pipe.destroy()
 
 
+def test_texts_are_cut_where_vllms_clients_ask_for_it(tmp_path: Path) -> None:
+    """As transformers cuts them: the token that ends a text stays its end."""
+    from tokenizers import Tokenizer, processors
+    from transformers import PreTrainedTokenizerFast
+
+    model = tiny_encoder("bert")
+    folder = saved(tmp_path, model)
+    words = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    words.post_processor = processors.TemplateProcessing("w2 $A w1", special_tokens=[("w2", 2), ("w1", 1)])
+    reference = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w130", cls_token="w2", sep_token="w1")
+    reference.save_pretrained(folder)
+    long = " ".join(f"w{3 + i % 99}" for i in range(5000))
+    ids = [3 + i % 99 for i in range(300)]
+    with run_server(lambda: load_engine(folder, options()), lambda: ChatTokenizer(load_tokenizer(folder))) as server:
+        for given, asked, num_kept in ((long, -1, 96), (long, 5, 5), ("w5 w6", 5, 5), (ids, -1, 96), (ids, 7, 7)):
+            status, answer = server.post("/v1/embeddings", input=[given], truncate_prompt_tokens=asked)
+            assert status == 200, answer
+            want = given[:num_kept]
+            if isinstance(given, str):
+                want = reference(given, truncation=True, max_length=num_kept).input_ids
+                assert want[0] == 2 and want[-1] == 1
+            assert answer["usage"]["prompt_tokens"] == len(want) <= num_kept
+            with torch.no_grad():
+                row = model(torch.tensor([want])).last_hidden_state[0].mean(0).tolist()
+            assert answer["data"][0]["embedding"] == pytest.approx(row, abs=1e-4)
+        for given in (long, ids):  # the control: uncut, or cut to more than the model takes
+            for more in ({}, {"truncate_prompt_tokens": None}, {"truncate_prompt_tokens": 97}):
+                status, answer = server.post("/v1/embeddings", input=["w5", given] if given is long else given, **more)
+                assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+        assert server.post("/v1/embeddings", input="w5", truncate_prompt_tokens=-2)[0] == 400
+
+
 def test_an_adapter_is_asked_for_as_a_model(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = tiny_decoder("llama")

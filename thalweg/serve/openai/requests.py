@@ -50,7 +50,7 @@ FALLBACK_STOP = "\nUser:"
 StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Prompt = str | Annotated[list[TokenId], Field(fail_fast=True)]
-_MAX_COUNTED_TOKENS = 1 << 20  # of one text that is only counted
+_MAX_COUNTED_TOKENS = 1 << 20  # of one text that is only counted, or cut
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
@@ -227,6 +227,8 @@ class EmbeddingRequest(StrictModel):
     input: str | TokenIds | Annotated[list[Prompt], Field(min_length=1, max_length=_MAX_INPUTS)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
+    # vLLM's: the tokens that are left of a longer text; -1: as many as the model takes.
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
 
 
 class TokenizeRequest(_TemplateFields):
@@ -493,15 +495,22 @@ async def tokenize_prompts(
     tokenizer: ChatTokenizer,
     model_info: ModelMetadata,
     param: str = "prompt",
+    num_kept: int | None = None,
     *,
     add_special_tokens: bool = True,
 ) -> list[list[int]]:
-    """Return the token ids of each prompt in a ``prompt`` field."""
+    """Return the token ids of each prompt in a ``prompt`` field, the first ``num_kept`` of a longer one (-1: as many as
+    the model takes), whose last one stays where it is a special one."""
     max_tokens = model_info.max_length - (model_info.kind == "causal")
+    num_kept = max_tokens if num_kept == -1 else num_kept
     tokenized = []
     for tokens in split_prompts(prompt):
         if isinstance(tokens, str):
-            tokens = await tokenizer.encode(tokens, add_special_tokens, max_tokens, param)
+            limit = _MAX_COUNTED_TOKENS if num_kept else max_tokens
+            tokens = await tokenizer.encode(tokens, add_special_tokens, limit, param)
+        if num_kept and len(tokens) > num_kept:
+            is_ended = tokens[-1] in getattr(tokenizer.hf_tokenizer, "all_special_ids", ())
+            del tokens[num_kept - is_ended : len(tokens) - is_ended]
         if not tokens:
             raise BadRequest("the prompt is empty: send at least one token", param)
         if len(tokens) > max_tokens:

@@ -377,7 +377,8 @@ async def create_embedding(app_state: AppState, request: api.EmbeddingRequest, h
         raise BadRequest("dimensions is not supported: leave it out, and cut the vectors", "dimensions")
     num_sequences = min(len(api.split_prompts(request.input)), MAX_EMBED_PROMPTS, app_state.pool.limits.max_outstanding)
     with app_state.pool.admit(num_sequences):
-        prompts = await api.tokenize_prompts(request.input, app_state.tokenizer, app_state.model_info, "input")
+        limit = request.truncate_prompt_tokens
+        prompts = await api.tokenize_prompts(request.input, app_state.tokenizer, app_state.model_info, "input", limit)
         rows = await run_until_disconnect(http_request.receive, app_state.pool.embed(prompts))
     total = sum(map(len, prompts))
     usage = json.dumps({"prompt_tokens": total, "total_tokens": total})
