@@ -727,12 +727,11 @@ def join_parts(content: str | Sequence[Any] | None) -> str:
 def _to_template_message(message: ChatMessage) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     fields: dict[str, Any] = {"role": role, "content": join_parts(message.content)}
-    fields |= message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
     if message.tool_calls:
         fields["tool_calls"] = [_to_template_call(call) for call in message.tool_calls]
-    for reasoning in (message.reasoning, message.reasoning_content):
-        if reasoning is not None:
-            fields["reasoning_content"] = reasoning
+    fields |= message.model_dump(include={"name", "tool_call_id", "reasoning_content"}, exclude_none=True)
+    if message.reasoning is not None:
+        fields["reasoning_content"] = message.reasoning
     return fields
 
 
