@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+from safetensors.torch import save_file
 
 from tests.marks import nightly
 from tests.unit.infer_models import ENCODER_CONFIGS, tiny_decoder, tiny_encoder
@@ -27,11 +29,12 @@ PROMPTS.append([7, 1, 9, 0, 1, 1, 12])  # with tokens that RoBERTa takes for pad
 
 
 def expected(model: Any, style: str = "mean") -> torch.Tensor:
+    one = {"cls": 0, "last": -1}.get(style)
     rows = []
     for prompt in PROMPTS:
         with torch.no_grad():
             states = model.base_model(input_ids=torch.tensor([prompt])).last_hidden_state[0]
-        rows.append(states[0] if style == "cls" else states.mean(0))
+        rows.append(states.mean(0) if one is None else states[one])
     return torch.stack(rows)
 
 
@@ -77,9 +80,9 @@ def test_fewer_bits_give_nearly_the_same_vectors(form: str, bound: float) -> Non
     assert (1 - F.cosine_similarity(got, expected(model))).max() < bound
 
 
-def sentence_encoder(folder: Path, pooling: dict[str, Any], *more: str) -> Path:
+def sentence_encoder(folder: Path, pooling: dict[str, Any], *more: str, model: Any = None) -> Path:
     """Write a directory as sentence-transformers does."""
-    tiny_encoder("bert").save_pretrained(folder)
+    (model or tiny_encoder("bert")).save_pretrained(folder)
     kinds = ["Transformer", "Pooling", *more]
     modules = [
         {
@@ -111,8 +114,62 @@ def test_a_sentence_encoders_directory_says_how_to_pool(tmp_path: Path) -> None:
     assert torch.allclose(load_engine(bge, options).embed(PROMPTS).norm(dim=1), torch.ones(len(PROMPTS)))
     with pytest.raises(ValueError, match="module of type Dense"):
         load_engine(sentence_encoder(tmp_path / "dense", both, "Dense"), OPTIONS)
-    with pytest.raises(ValueError, match="only mean and cls"):
+    with pytest.raises(ValueError, match="by pooling_mode_max_tokens: only mean, cls and last token are known"):
         load_engine(sentence_encoder(tmp_path / "max", {"pooling_mode_max_tokens": True}), OPTIONS)
+
+
+def test_decoders_that_embed_are_encoders(tmp_path: Path) -> None:
+    """As Qwen 3 Embedding is saved, a decoder that generates beside a list of modules; or as E5 Mistral, without its
+    head; or where somebody says how to pool."""
+    model = tiny_decoder("qwen3")
+    last = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
+    folder = sentence_encoder(tmp_path / "modules", last, "Normalize", model=model)
+    engine = load_engine(folder, OPTIONS)
+    assert isinstance(engine, EmbeddingEngine)
+    want = expected(model, "last")
+    torch.testing.assert_close(engine.embed(PROMPTS), F.normalize(want, dim=1), atol=1e-5, rtol=1e-4)
+    model.save_pretrained(tmp_path / "plain")
+    assert load_engine(tmp_path / "plain", OPTIONS).metadata.kind == "causal"  # the control
+    asked = EngineConfig(dtype="fp32", pooling="last")
+    torch.testing.assert_close(load_engine(tmp_path / "plain", asked).embed(PROMPTS), want, atol=2e-5, rtol=1e-4)
+    model.model.save_pretrained(tmp_path / "headless")
+    got = load_engine(tmp_path / "headless", OPTIONS)
+    torch.testing.assert_close(got.embed(PROMPTS), expected(model), atol=2e-5, rtol=1e-4)
+    for options, given in ((asked, model), (EngineConfig(normalize=True), tmp_path / "plain")):
+        with pytest.raises(ValueError, match="for encoders, and this model generates text"):
+            load_engine(given, options)
+
+
+def test_models_without_a_head_generate_only_where_they_need_none(tmp_path: Path) -> None:
+    """Cerebras-GPT is saved as GPT2Model, whose embeddings are its head; BERT's kin have heads of several layers."""
+    tiny_decoder("gpt2").transformer.save_pretrained(tmp_path / "gpt2")
+    assert load_engine(tmp_path / "gpt2", OPTIONS).metadata.kind == "causal"
+    ernie = transformers.ErnieModel(transformers.ErnieConfig(**ENCODER_CONFIGS["bert"][1])).eval()
+    ernie.save_pretrained(tmp_path / "ernie")
+    got = load_engine(tmp_path / "ernie", OPTIONS).embed(PROMPTS)
+    torch.testing.assert_close(got, expected(ernie), atol=2e-5, rtol=1e-4)
+
+
+def test_encoders_with_code_of_their_own(tmp_path: Path) -> None:
+    """As gte-base-en-v1.5; its configuration names no class that generates, though its code is trusted."""
+    (tmp_path / "own.py").write_text(
+        "import torch\n"
+        "from transformers import PretrainedConfig, PreTrainedModel\n"
+        "from transformers.modeling_outputs import BaseModelOutput\n\n\n"
+        "class OwnConfig(PretrainedConfig):\n    model_type = 'own'\n    vocab_size, hidden_size = 131, 32\n\n\n"
+        "class OwnModel(PreTrainedModel):\n    config_class = OwnConfig\n\n"
+        "    def __init__(self, config):\n        super().__init__(config)\n"
+        "        self.embeddings = torch.nn.Embedding(131, 32)\n        self.post_init()\n\n"
+        "    def forward(self, input_ids=None, attention_mask=None, return_dict=True, **kwargs):\n"
+        "        return BaseModelOutput(last_hidden_state=self.embeddings(input_ids))\n"
+    )
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
+    config = {"model_type": "own", "architectures": ["OwnModel"], "auto_map": classes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weight = torch.randn(131, 32)
+    save_file({"embeddings.weight": weight}, tmp_path / "model.safetensors", {"format": "pt"})
+    engine = load_engine(tmp_path, EngineConfig(dtype="fp32", trust_remote_code=True))
+    torch.testing.assert_close(engine.embed([[5, 7]]), weight[[5, 7]].mean(0)[None])
 
 
 @pytest.fixture

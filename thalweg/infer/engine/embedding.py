@@ -1,7 +1,8 @@
 """Encoder models: texts in, one vector each.
 
 Sequences are computed together, as many as fit, none of them padded; a vector is the mean of its tokens' last
-states, or the first one (``cls``), as the directory of a sentence encoder says, of length 1 where it says so.
+states, or the first one (``cls``) or last one of them, as the directory of a sentence encoder says, of length 1
+where it says so.
 """
 
 import json
@@ -26,14 +27,15 @@ MAX_NUM_SEQS = 64  # sequences at a time
 
 @dataclass(frozen=True)
 class Pooling:
-    """How states become a vector: ``mean`` or ``cls``, and whether it is brought to length 1."""
+    """How states become a vector: ``mean``, ``cls`` or ``last``, and whether it is brought to length 1."""
 
     mode: str = "mean"
     normalize: bool = False
 
     def __call__(self, states: Tensor) -> Tensor:
         """Return the vector (width,) of one sequence's states (tokens, width)."""
-        vector = states[0].clone() if self.mode == "cls" else states.mean(0)
+        one = {"cls": 0, "last": -1}.get(self.mode)
+        vector = states.mean(0) if one is None else states[one].clone()
         return F.normalize(vector, dim=0) if self.normalize else vector
 
 
@@ -61,9 +63,10 @@ def _pooling_mode(config: dict[str, Any]) -> str:
         modes = [str(config["pooling_mode"])]
     else:
         modes = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
-    known = {"mean": "mean", "cls": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+    known = {"mean": "mean", "cls": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls",
+             "lasttoken": "last", "pooling_mode_lasttoken": "last"}  # fmt: skip
     if len(modes) != 1 or modes[0] not in known:
-        raise ValueError(f"pooling by {', '.join(modes) or 'nothing'}: only mean and cls are known here")
+        raise ValueError(f"pooling by {', '.join(modes) or 'nothing'}: only mean, cls and last token are known here")
     return known[modes[0]]
 
 

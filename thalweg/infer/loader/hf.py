@@ -71,18 +71,24 @@ def _is_encoder_only(config: Any) -> bool:
     return is_encoder and not getattr(config, "is_decoder", False)
 
 
-def _kind_from_config(config: Any, trust_remote_code: bool) -> ModelKind:
-    """Return the same for a directory: what its model was saved as, or else what such models can do."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+def _kind_from_config(config: Any, folder: Path, options: EngineConfig) -> ModelKind:
+    """Return the same for a directory: what is asked of it, what its model was saved as, or what such models can do."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
-    if _has_architecture(config, ("EncoderModel",)):
+    # Today's sentence encoders are saved as decoders that generate; a list of modules tells them apart.
+    is_sentence_encoder = options.pooling != "auto" or (folder / "modules.json").is_file()
+    if is_sentence_encoder or _has_architecture(config, ("EncoderModel",)):
         return "encoder"
     if getattr(config, "is_encoder_decoder", False):
         return "seq2seq"
     if _has_architecture(config, _GENERATIVE):
         return "causal"
-    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or trust_remote_code
-    return "causal" if known and not _is_encoder_only(config) else "encoder"
+    if options.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return "causal"
+    # Saved without a head, a model generates only where its embeddings are all of it (Cerebras-GPT is a GPT2Model).
+    is_tied = getattr(config, "tie_word_embeddings", False) and type(config) not in MODEL_FOR_MASKED_LM_MAPPING
+    can_generate = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not _is_encoder_only(config)
+    return "causal" if can_generate and (is_tied or not _has_architecture(config, ("Model",))) else "encoder"
 
 
 def load_model(model: str | Path, options: EngineConfig) -> Any:
@@ -93,7 +99,7 @@ def load_model(model: str | Path, options: EngineConfig) -> Any:
     trust_remote_code = options.trust_remote_code
     dtype: Any = "auto" if options.dtype == "auto" else parse_dtype(options.dtype)
     config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    kind = _kind_from_config(config, trust_remote_code)
+    kind = _kind_from_config(config, model, options)
     auto_class: Any = {
         "causal": transformers.AutoModelForCausalLM,
         "seq2seq": transformers.AutoModelForSeq2SeqLM,

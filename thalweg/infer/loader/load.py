@@ -90,6 +90,11 @@ def load_engine(
         )
     if options.weight_offload and kind != "causal":
         raise ValueError("weight_offload: only the weights of causal models can be offloaded; leave it out")
+    if kind != "encoder" and (options.pooling != "auto" or options.normalize is not None):
+        raise ValueError(
+            "pooling, normalize: for encoders, and this model generates text; leave them out, or give a live one's"
+            " AutoModel, a directory with pooling"
+        )
     if kind == "encoder":
         return _load_encoder(model, options, tokenizer, runner, name, folder)
     if draft_model is None and options.draft_model is not None:
