@@ -140,6 +140,25 @@ def test_decoders_that_embed_are_encoders(tmp_path: Path) -> None:
             load_engine(given, options)
 
 
+def test_a_sentence_encoders_directory_says_how_long_a_text_may_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """sentence-transformers embeds the beginning of a longer one: embedded whole, its vector would be another."""
+    folder = sentence_encoder(tmp_path, {"pooling_mode_mean_tokens": True})
+    assert load_engine(folder, EngineConfig(dtype="fp32")).metadata.max_length == 256  # the control
+    file = folder / "sentence_bert_config.json"
+    for length, asked, want in ((16, None, 16), (16, 12, 12), (16, 20, 16), (None, None, 256)):
+        file.write_text(json.dumps({"max_seq_length": length, "do_lower_case": False}))
+        caplog.clear()
+        engine = load_engine(folder, EngineConfig(dtype="fp32", max_model_len=asked))
+        assert engine.metadata.max_length == want and ("asked for 20" in caplog.text) == (asked == 20)
+    file.write_text(json.dumps({"max_seq_length": 16}))
+    engine = load_engine(folder, EngineConfig(dtype="fp32"))
+    torch.testing.assert_close(engine.embed([PROMPTS[2]]), expected(tiny_encoder("bert"))[2:3], atol=2e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="has 17 tokens; this model takes 16"):
+        engine.embed([PROMPTS[3]])
+
+
 def test_models_without_a_head_generate_only_where_they_need_none(tmp_path: Path) -> None:
     """Cerebras-GPT is saved as GPT2Model, whose embeddings are its head; BERT's kin have heads of several layers."""
     tiny_decoder("gpt2").transformer.save_pretrained(tmp_path / "gpt2")

@@ -58,6 +58,13 @@ def load_pooling(folder: Path | None, options: EngineConfig) -> Pooling:
     return Pooling(mode, pooling.normalize if options.normalize is None else options.normalize)
 
 
+def load_max_seq_length(folder: Path | None) -> int | None:
+    """Return how many tokens a sentence encoder's directory lets a text have, or None where it does not say."""
+    for file in folder.glob("sentence_*_config.json") if folder is not None else ():
+        return json.loads(file.read_text(encoding="utf-8")).get("max_seq_length")
+    return None
+
+
 def _pooling_mode(config: dict[str, Any]) -> str:
     if "pooling_mode" in config:
         modes = [str(config["pooling_mode"])]

@@ -18,7 +18,7 @@ from torch import nn
 
 from thalweg.device import resolve_device
 from thalweg.infer.config import EngineConfig, limit_length
-from thalweg.infer.engine.embedding import MAX_NUM_SEQS, EmbeddingEngine, load_pooling
+from thalweg.infer.engine.embedding import MAX_NUM_SEQS, EmbeddingEngine, load_max_seq_length, load_pooling
 from thalweg.infer.engine.engine import LLMEngine
 from thalweg.infer.engine.structured_output import make_grammar_compiler
 from thalweg.infer.loader.hf import ModelKind, get_model_kind, load_mmapped, load_model, load_tokenizer, to_local_folder
@@ -174,6 +174,8 @@ def _load_encoder(
     if options.lora_adapters:
         raise ValueError("lora_adapters: an encoder takes none; merge the adapter into the model")
     pooling = load_pooling(folder, options)
+    if (max_seq_length := load_max_seq_length(folder)) is not None:
+        options = replace(options, max_model_len=limit_length(max_seq_length, options.max_model_len))
     spec, undescribed = (None, "") if forced_runner == "transformers" else _describe(model, options, "encoder")
     runner_type = choose_runner(ENCODER_RUNNERS, spec, options, forced_runner, undescribed)
     if spec is None:
