@@ -77,6 +77,25 @@ def test_any_other_model_runs_through_its_own_code(name: str) -> None:
     assert greedy_generate(engine, prompts(), 10) == expected(model)
 
 
+@pytest.mark.parametrize("name", ["qwen2", nightly("llama"), nightly("gpt_neox"), "olmo2"])
+@pytest.mark.parametrize("kind", ["yarn", "linear"])
+def test_a_stretched_context_is_the_models_length(name: str, kind: str) -> None:
+    """As Qwen's cards ask for it, with the length itself left as it was; the rotations are right beyond that."""
+    fields = {"original_max_position_embeddings": 64} if kind == "yarn" else {}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **fields}
+    model = tiny_decoder(name, rope_parameters=rope, max_position_embeddings=64)
+    engine = load_engine(model, replace(OPTIONS, max_model_len=None))
+    assert engine.metadata.max_length == 256
+    prompt = torch.randint(131, (90,), generator=torch.Generator().manual_seed(1))
+    want = model.generate(prompt[None], max_new_tokens=10, do_sample=False)[0, 90:].tolist()
+    assert greedy_generate(engine, [prompt.tolist()], 10) == [want]
+    # The control: a length that is the stretched one already, and one that nothing stretches.
+    whole = tiny_decoder(name, rope_parameters=rope, max_position_embeddings=400 if kind == "yarn" else 100)
+    plain = tiny_decoder(name, max_position_embeddings=64)
+    lengths = [load_engine(x, replace(OPTIONS, max_model_len=None)).metadata.max_length for x in (whole, plain)]
+    assert lengths == [400, 64]
+
+
 def test_the_comparison_would_notice_another_model() -> None:
     """Negative control: one weight of one layer, changed after the reference was taken."""
     model = tiny_decoder("llama")

@@ -322,6 +322,17 @@ def get_max_model_len(spec: DecoderSpec | EncoderSpec, requested: int | None) ->
     return requested or spec.max_length if is_unbounded else limit_length(spec.max_length, requested)
 
 
+def stretch_length(c: Any, length: int) -> int:
+    """Return how many positions a model has whose config names ``length``: more where YaRN or a factor stretches them.
+
+    What ``dynamic`` stretches is described up to ``length`` alone.
+    """
+    rope = getattr(c, "rope_parameters", None) or getattr(c, "rope_scaling", None) or {}
+    if rope.get("rope_type") not in ("yarn", "linear"):
+        return length
+    return max(length, int((rope.get("factor") or 1) * (rope.get("original_max_position_embeddings") or length)))
+
+
 def length_unsupported_reason(spec: DecoderSpec, config: EngineConfig) -> str | None:
     """Return why a description does not hold for the longest sequence, or None where it does."""
     max_length = get_max_model_len(spec, config.max_model_len)
@@ -455,21 +466,21 @@ def assemble_decoder(
     """Describe a decoder by its layers and what is the same in all of Hugging Face's."""
     c, head = model.config, model.get_output_embeddings()
     sizes = {"vocab_size": c.vocab_size, "hidden_size": c.hidden_size}
-    sizes["max_length"] = max_length or c.max_position_embeddings
+    sizes["max_length"] = max_length or stretch_length(c, c.max_position_embeddings)
     fields.setdefault("embed", model.get_input_embeddings().weight.detach())
     fields.setdefault("lm_head", build_linear(head))
     return DecoderSpec(**sizes, layers=layers, final_norm=final_norm, **fields)
 
 
 def build_rope(module: Any, max_length: int, *args: Any, interleaved: bool = False) -> RopeTable:
-    """Tabulate a Hugging Face rotary embedding for positions below ``length``.
+    """Tabulate a Hugging Face rotary embedding for positions below ``max_length``, or for those it is stretched to.
 
     ``interleaved``: it turns neighbouring dims, not those of two halves.
     """
     rope_type: Any = getattr(module, "rope_type", "default")
     if isinstance(rope_type, dict):
         rope_type = rope_type[args[0]]
-    max_valid_length = 0
+    max_valid_length, max_length = 0, stretch_length(module.config, max_length)
     if rope_type == "dynamic":
         max_valid_length = module.original_max_seq_len
     elif rope_type == "longrope":

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from thalweg.device import attention_of_many_shapes
 from thalweg.infer.config import EngineConfig, limit_length
-from thalweg.infer.models.spec import DecoderSpec
+from thalweg.infer.models.spec import DecoderSpec, stretch_length
 from thalweg.infer.precision import eval_mode
 from thalweg.infer.quantization.modules import copy_to
 from thalweg.infer.runners.base import EncoderInput, EncoderRunner, ModelInput, ModelRunner, RunnerRequest
@@ -193,7 +193,7 @@ def get_max_length(config: Any, requested: int | None) -> int:
     model_max = next((size for size in sizes if size is not None and size > 0), None)
     if model_max is None:  # a state, or relative positions: nothing ends
         return requested or _DEFAULT_MAX_LENGTH
-    return limit_length(model_max, requested)
+    return limit_length(stretch_length(config, model_max), requested)
 
 
 def _rope_switch_length(config: Any) -> int:
