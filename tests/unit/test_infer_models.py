@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests.marks import nightly
 from tests.unit.infer_models import DECODER_CONFIGS, greedy_generate, in_generate, tiny_decoder
@@ -94,6 +95,60 @@ def test_a_stretched_context_is_the_models_length(name: str, kind: str) -> None:
     plain = tiny_decoder(name, max_position_embeddings=64)
     lengths = [load_engine(x, replace(OPTIONS, max_model_len=None)).metadata.max_length for x in (whole, plain)]
     assert lengths == [400, 64]
+
+
+_PICTURES = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+
+
+def seeing_model(kind: str) -> Any:
+    """A tiny model that takes pictures around the text's half of a tiny decoder; its last tokens stand for pictures."""
+    text_kind = {"Gemma3": "gemma3", "Mistral3": "mistral_window", "Llava": "llama", "Qwen2_5_VL": "qwen2"}[kind]
+    text = DECODER_CONFIGS[text_kind][1] | {"vocab_size": 140, "bos_token_id": None, "eos_token_id": None}
+    fields: dict[str, Any] = {"image_token_index": 139, "vision_config": _PICTURES}
+    if kind == "Gemma3":
+        fields |= {"mm_tokens_per_image": 4, "boi_token_index": 138, "eoi_token_index": 137}
+    elif kind == "Mistral3":
+        fields |= {"vision_config": _PICTURES | {"model_type": "pixtral", "head_dim": 16}, "spatial_merge_size": 1}
+        text |= {"model_type": "mistral"}
+    elif kind == "Llava":
+        fields["vision_config"] = _PICTURES | {"model_type": "clip_vision_model", "projection_dim": 32}
+        text |= {"model_type": "llama"}
+    else:
+        vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
+                  "fullatt_block_indexes": [0]}  # fmt: skip
+        fields = {"vision_config": vision, "image_token_id": 139, "video_token_id": 138, "vision_start_token_id": 137,
+                  "vision_end_token_id": 136}  # fmt: skip
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    config = getattr(transformers, f"{kind}Config")(text_config=text, **fields)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["Gemma3", "Mistral3", nightly("Llava"), "Qwen2_5_VL"])
+def test_models_that_take_pictures_take_text_alone(kind: str, tmp_path: Any) -> None:
+    """Described where their text's half is, which the whole model's logits confirm, from a directory too."""
+    model = seeing_model(kind)
+    model.save_pretrained(tmp_path)
+    want = expected(model)
+    runner = "TransformersRunner" if kind == "Qwen2_5_VL" else "TorchRunner" if NATIVE.args[0] else "CpuRunner"
+    for given in (model, tmp_path):
+        engine = load_engine(given, OPTIONS)
+        assert type(engine.runner).__name__ == runner
+        assert greedy_generate(engine, prompts(), 10) == want
+    if kind == "Gemma3":
+        cache = load_engine(tmp_path, replace(OPTIONS, kv_cache_dtype="int8")).runner
+        assert type(cache).__name__ == runner
+        with torch.no_grad():
+            model.model.language_model.layers[1].mlp.down_proj.weight.neg_()
+        assert greedy_generate(load_engine(model, OPTIONS), prompts(), 10) != want  # the control
 
 
 def test_the_comparison_would_notice_another_model() -> None:

@@ -105,6 +105,9 @@ def load_model(model: str | Path, options: EngineConfig) -> Any:
         "seq2seq": transformers.AutoModelForSeq2SeqLM,
         "encoder": transformers.AutoModelForTextEncoding if config.model_type in _T5_LIKE else transformers.AutoModel,
     }[kind]
+    takes_pictures = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if kind == "causal" and takes_pictures and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        auto_class = transformers.AutoModelForImageTextToText  # for its text alone
     if is_supported(config):
         compute_dtype = dtype if isinstance(dtype, torch.dtype) else getattr(config, "dtype", None) or torch.bfloat16
         loaded = load_quantized(auto_class, model, config, compute_dtype, trust_remote_code)

@@ -1,6 +1,7 @@
 """A file for each family, whose ``build_decoder`` or ``build_encoder`` describes a Hugging Face model."""
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,6 +38,10 @@ def build_encoder_spec(model: Any) -> EncoderSpec:
 
 
 def _build_spec(model: Any, registry: dict[str, str], builder: str) -> Any:
+    language_model = getattr(getattr(model, "model", None), "language_model", None)
+    if language_model is not None:  # beside what reads pictures: what text alone goes through is described
+        embeddings = {name: getattr(model, name) for name in ("get_input_embeddings", "get_output_embeddings")}
+        model = SimpleNamespace(config=model.config.get_text_config(), model=language_model, **embeddings)
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     module_name = registry.get(model_type or "")
     if module_name is None:
