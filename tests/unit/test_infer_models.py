@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+import thalweg
 from tests.marks import nightly
 from tests.unit.infer_models import DECODER_CONFIGS, greedy_generate, in_generate, tiny_decoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
@@ -315,6 +316,21 @@ def test_experts_are_packed_and_their_own_weights_let_go(kind: str, form: str) -
     assert 1e-4 < error < limit
     assert all(x.mlp.up.numel() == 0 and x.mlp.num_experts == 4 for x in engine.runner.decoder.layers)
     assert model.model.layers[0].mlp.experts.gate_up_proj.numel() > 0
+
+
+def test_any_other_model_computes_in_the_dtype_asked_for(tmp_path: Any) -> None:
+    """In a copy: the live model keeps its own, and lends its parameters where they are in that dtype already."""
+    model = tiny_decoder("olmo2")
+    model.save_pretrained(tmp_path)
+    want = expected(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
+    assert want != expected(model)  # the control
+    for given in (model, tmp_path):
+        core = thalweg.init_inference(given, dtype=torch.bfloat16, device="cpu").core
+        assert core.metadata.dtype == "bf16" and type(core.runner).__name__ == "TransformersRunner"
+        assert greedy_generate(core, prompts(), 10) == want
+        assert {x.dtype for x in core.runner._model.parameters()} == {torch.bfloat16}
+    assert {x.dtype for x in model.parameters()} == {torch.float32}
+    assert load_engine(model, OPTIONS).runner._model is model
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])

@@ -80,15 +80,18 @@ def restore_linears(replaced: list[tuple[nn.Module, str, nn.Module]]) -> None:
 
 
 @torch.no_grad()
-def copy_to(model: Any, device: torch.device, weight_format: str | None = None) -> Any:
+def copy_to(model: Any, device: torch.device, weight_format: str | None, dtype: torch.dtype) -> Any:
     """Return a model like this one on a device, with packed linear layers where a format is named.
 
+    ``dtype``: what parameters of the first one's dtype become; others, and buffers, keep theirs.
     What is there already and is not packed is shared; the model itself stays as it is.
     """
     clone = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     if weight_format is not None:
         quantize_linears(clone, weight_format, device)
-    moved: dict[int, Any] = {id(t): nn.Parameter(t.to(device), requires_grad=False) for t in clone.parameters()}
+    own = next(model.parameters()).dtype
+    placed = {id(t): t.to(device, dtype if t.dtype == own else t.dtype) for t in clone.parameters()}
+    moved: dict[int, Any] = {key: nn.Parameter(t, requires_grad=False) for key, t in placed.items()}
     return copy.deepcopy(clone, moved | {id(t): t.to(device) for t in clone.buffers()})
 
 

@@ -21,6 +21,7 @@ from thalweg.infer.models.spec import DecoderSpec, stretch_length
 from thalweg.infer.precision import eval_mode
 from thalweg.infer.quantization.modules import copy_to
 from thalweg.infer.runners.base import EncoderInput, EncoderRunner, ModelInput, ModelRunner, RunnerRequest
+from thalweg.utils.dtypes import parse_dtype
 
 _DEFAULT_MAX_LENGTH = 2048  # the longest sequence of a model that names none, unless asked otherwise
 _MAX_LENGTH_KEYS = (
@@ -180,11 +181,13 @@ def _run_encoder(model: Any, tokens: Sequence[int]) -> Any:
 
 
 def _placed(request: RunnerRequest) -> Any:
-    """Return the live model, or a copy on the request's device or with packed linear layers."""
-    quantization = request.config.quantization
-    if quantization is None and next(request.model.parameters()).device == request.device:
+    """Return the live model, or a copy on the request's device, in another dtype or with packed linear layers."""
+    config, first = request.config, next(request.model.parameters())
+    keeps_dtype = config.dtype == "auto" or config.quantization is not None
+    dtype = first.dtype if keeps_dtype else parse_dtype(config.dtype)
+    if config.quantization is None and (first.device, first.dtype) == (request.device, dtype):
         return request.model
-    return copy_to(request.model, request.device, quantization)
+    return copy_to(request.model, request.device, config.quantization, dtype)
 
 
 def get_max_length(config: Any, requested: int | None) -> int:
