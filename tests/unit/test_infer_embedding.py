@@ -231,6 +231,7 @@ def test_what_is_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     files = [
         "1_Pooling/config.json", "config.json", "modules.json", "modeling_own.py", "onnx/model.onnx",
         "consolidated.safetensors", "pytorch_model.bin", "tokenizer.model", "vocab.txt", "chat_template.jinja",
+        "source.spm", "target.spm", "bpe.codes",
     ]  # fmt: skip
     asked: list[set[str]] = []
 

@@ -19,8 +19,8 @@ from thalweg.utils.hub import check_model_path
 ModelKind = Literal["causal", "seq2seq", "encoder"]
 
 
-# What a directory says of its model, and tokenizers in all their forms.
-_HUB_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
+# What a directory says of its model, and tokenizers in all their forms (Marian's are two .spm, PhoBERT's has .codes).
+_HUB_FILES = ["*.json", "*.txt", "*.model", "*.spm", "*.codes", "*.jinja", "*.tiktoken", "*.py"]
 
 
 def to_local_folder(model: str | Path) -> Path:
