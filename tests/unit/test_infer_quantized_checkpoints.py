@@ -198,6 +198,30 @@ def test_what_is_read_is_what_was_meant(name: str, tmp_path: Path) -> None:
     assert greedy_generate(load_engine(tmp_path, options), PROMPTS, 8) != want
 
 
+@pytest.mark.parametrize("form", ["one file", "an index", "a name of its own"])
+def test_of_two_copies_of_the_weights_the_librarys_is_read(form: str, tmp_path: Path) -> None:
+    """Beside Mistral's own copy, and an older one whose name comes later."""
+    meant = quantised(tmp_path, *FORMATS["fp8"])
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    key = "model.layers.0.self_attn.q_proj.weight"
+    if form == "an index":
+        names = {name: f"model-0000{1 + (name == key)}-of-00002.safetensors" for name in stored}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+        for part in set(names.values()):
+            save_file({name: stored[name] for name in stored if names[name] == part}, tmp_path / part)
+        file.unlink()
+    elif form == "a name of its own":  # as AutoGPTQ's, and the control: such a file is read where there is no other
+        file = file.rename(tmp_path / "quantised.safetensors")
+    if form != "a name of its own":
+        other = {"layers.0.attention.wq.weight": stored[key], "layers.0.attention.wq.qscale_weight": torch.ones(1)}
+        save_file(other, tmp_path / "consolidated.safetensors")
+        save_file({name: tensor.flip(0) for name, tensor in stored.items()}, tmp_path / "z-old.safetensors")
+    engine = load_engine(tmp_path, EngineConfig(dtype="fp32", max_num_seqs=2, max_model_len=64))
+    want = [meant.generate(torch.tensor([p]), max_new_tokens=8)[0, len(p) :].tolist() for p in PROMPTS]
+    assert greedy_generate(engine, PROMPTS, 8) == want
+
+
 def test_packed_again_and_what_cannot_be_read(tmp_path: Path) -> None:
     quantised(tmp_path, *FORMATS["gptq"])
     engine = load_engine(tmp_path, EngineConfig(quantization="int4", max_num_seqs=2, max_model_len=64))

@@ -58,7 +58,7 @@ def load_quantized(auto: Any, folder: Path, config: Any, dtype: torch.dtype, tru
 
     quant_config, method = _get_quant_config(config), get_quant_method(config)
     assert quant_config is not None and method is not None, "only for a model whose config tells of a quantisation"
-    (marker, dequantize), files = _DEQUANTIZERS[method], sorted(folder.glob("*.safetensors"))
+    (marker, dequantize), files = _DEQUANTIZERS[method], _weight_files(folder)
     if not files:
         raise ValueError(f"{folder}: its weights are quantised by {method}, and there is no safetensors file")
     stored_tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -87,6 +87,18 @@ def load_quantized(auto: Any, folder: Path, config: Any, dtype: torch.dtype, tru
     if (folder / "generation_config.json").is_file():  # which the library reads where it has a folder
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a directory's weights, as the library chooses them: others may be there beside,
+    such as Mistral's ``consolidated.safetensors``."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return [folder / name for name in sorted(set(weight_map.values()))]
+    return sorted(folder.glob("*.safetensors"))
 
 
 def check_all_loaded(model: str | Path, loading_info: Any) -> None:
