@@ -136,7 +136,7 @@ def test_decoders_that_embed_are_encoders(tmp_path: Path) -> None:
     got = load_engine(tmp_path / "headless", OPTIONS)
     torch.testing.assert_close(got.embed(PROMPTS), expected(model), atol=2e-5, rtol=1e-4)
     for options, given in ((asked, model), (EngineConfig(normalize=True), tmp_path / "plain")):
-        with pytest.raises(ValueError, match="for encoders, and this model generates text"):
+        with pytest.raises(ValueError, match="for encoders, and this model generates text; load it by its AutoModel"):
             load_engine(given, options)
 
 

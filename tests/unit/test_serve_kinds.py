@@ -12,7 +12,7 @@ import thalweg
 from tests.serve_support import run_server
 from tests.unit.infer_models import tiny_decoder, tiny_encoder
 from thalweg.infer import EngineConfig, load_engine
-from thalweg.serve.openai.requests import ChatTokenizer, load_tokenizer
+from thalweg.serve.openai.requests import ChatTokenizer, CompletionRequest, completion_sampling_params, load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,6 +57,31 @@ def test_a_model_that_listens(tmp_path: Path) -> None:
     pipe: Any = thalweg.pipeline(folder, dtype="fp32", max_length=96, max_batch=2)
     assert pipe(TEXTS[0], max_new_tokens=4, do_sample=False)[0].generated_length == 4
     pipe.destroy()
+
+
+def test_sampling_that_a_request_leaves_open_is_the_models(tmp_path: Path) -> None:
+    """As its generation_config.json has it, and as vLLM's server has it from there; one without has OpenAI's defaults."""
+    model = tiny_decoder("llama")
+    plain, folder = saved(tmp_path / "plain", model), tmp_path / "set"
+    model.generation_config.update(do_sample=True, temperature=0.6, top_k=1, top_p=0.95, repetition_penalty=1.05)
+    metadata = [load_engine(given, options()).metadata for given in (plain, saved(folder, model))]
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    own = {"temperature": 0.2, "top_k": -1, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.5}
+    for fields, info, want in (
+        ({}, metadata[0], (1.0, 0, 1.0, 0.0, 1.0)),
+        ({}, metadata[1], (0.6, 1, 0.95, 0.0, 1.05)),
+        ({"temperature": 0.0}, metadata[1], (0.0, 1, 0.95, 0.0, 1.05)),
+        (own, metadata[1], (0.2, 0, 0.5, 0.1, 1.5)),
+    ):
+        params = completion_sampling_params(CompletionRequest(prompt="w5", **fields), info)
+        assert tuple(getattr(params, name) for name in names) == want
+    with run_server(lambda: load_engine(folder, options()), lambda: ChatTokenizer(load_tokenizer(folder))) as server:
+        greedy = {"do_sample": False, "repetition_penalty": 1.05, "pad_token_id": 0}
+        tokens = model.generate(ids_of(TEXTS[0]), max_new_tokens=9, **greedy)[0, 3:].tolist()
+        said = server.create_completion(TEXTS[0], max_tokens=9)["choices"][0]["text"]  # top_k 1 came to the replica
+        assert said.split() == [f"w{token}" for token in tokens]
+        drawn = server.create_completion(TEXTS[0], max_tokens=9, temperature=2, top_k=-1, seed=1)["choices"][0]["text"]
+        assert drawn.split() != said.split()
 
 
 def test_what_a_training_left_in_the_tokenizers_file_is_not_for_requests(tmp_path: Path) -> None:

@@ -203,7 +203,8 @@ def answer_with(text: str, pieces: int, reason: Any, **fields: Any) -> tuple[lis
     """The events, and the last response, of an engine that writes ``text`` in so many pieces."""
     tool = {"type": "function", "name": "f"}
     body = {"input": "x", "tools": [tool], **fields}
-    tokenizer, metadata = ChatTokenizer(LastWords()), type("M", (), {"vocab_size": 257, "adapters": ()})()
+    about = {"vocab_size": 257, "adapters": (), "sampling_defaults": {}}
+    tokenizer, metadata = ChatTokenizer(LastWords()), type("M", (), about)()
     state = AppState(None, tokenizer, metadata, "toy", 0)  # type: ignore[arg-type]
     answer = ResponsesAnswer(state, parse_body(ResponsesRequest, json.dumps(body).encode()))
     size = -(-len(text) // pieces)

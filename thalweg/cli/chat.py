@@ -116,7 +116,8 @@ def _chat_in_process(args: argparse.Namespace) -> Callable[[Messages], Iterator[
             raise ValueError(f"the conversation fills the model's {engine.metadata.max_length} tokens: begin with /new")
         stop = (FALLBACK_STOP,) if chat_tokenizer.chat_template is None else ()
         max_tokens = min(args.max_tokens, max_new_tokens)
-        params = SamplingParams(max_tokens=max_tokens, temperature=args.temperature, seed=args.seed, stop=stop)
+        asked: dict[str, Any] = {"temperature": args.temperature, "seed": args.seed}
+        params = SamplingParams(max_tokens=max_tokens, stop=stop, **{**engine.metadata.sampling_defaults, **asked})
         engine.add(Request("chat", tokens, params))
         try:
             while engine.has_work():

@@ -321,6 +321,8 @@ class ModelMetadata:
     pad_token_id: int | None = None
     # LoRA adapters that requests may name.
     adapters: tuple[str, ...] = ()
+    # Fields of :class:`SamplingParams` that the model's generation config sets, for requests that leave them open.
+    sampling_defaults: Mapping[str, int | float] = field(default_factory=dict)
 
 
 class EngineCore:

@@ -42,6 +42,7 @@ DECODER_RUNNERS: tuple[Any, ...] = (CpuRunner, TorchRunner, TransformersRunner)
 # By preference: the first that supports a model runs it.
 ENCODER_RUNNERS: tuple[Any, ...] = (CpuEncoder, TorchEncoder, TransformersEncoder)
 _KERNEL_GAIN = "give several times the tokens a second"
+_SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _DEFAULT_DRAFT_TOKENS = 4  # of a draft model in a step, unless asked otherwise
 
 
@@ -91,10 +92,7 @@ def load_engine(
     if options.weight_offload and kind != "causal":
         raise ValueError("weight_offload: only the weights of causal models can be offloaded; leave it out")
     if kind != "encoder" and (options.pooling != "auto" or options.normalize is not None):
-        raise ValueError(
-            "pooling, normalize: for encoders, and this model generates text; leave them out, or give a live one's"
-            " AutoModel, a directory with pooling"
-        )
+        raise ValueError("pooling, normalize: for encoders, and this model generates text; load it by its AutoModel")
     if kind == "encoder":
         return _load_encoder(model, options, tokenizer, runner, name, folder)
     if draft_model is None and options.draft_model is not None:
@@ -153,6 +151,8 @@ def _make_metadata(model: Any, options: EngineConfig, name: str, kind: ModelKind
     vocab_size = model.config.get_text_config().vocab_size
     is_fp16, weight_format = options.dtype == "fp16", get_weight_format(options)
     eos_ids = to_token_tuple(_generation_setting(model, "eos_token_id"))
+    generation_config = getattr(model, "generation_config", None)
+    settings = {} if generation_config is None else generation_config.to_diff_dict()
     return ModelMetadata(
         name=name,
         kind=kind,
@@ -164,6 +164,7 @@ def _make_metadata(model: Any, options: EngineConfig, name: str, kind: ModelKind
         bos_token_id=getattr(model.config, "bos_token_id", None),
         pad_token_id=getattr(model.config, "pad_token_id", None),
         adapters=tuple(options.lora_adapters),
+        sampling_defaults={name: settings[name] for name in _SAMPLING_SETTINGS if settings.get(name) is not None},
     )
 
 

@@ -96,8 +96,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if whole.is_file():
         return [whole]
     if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return [folder / name for name in sorted(set(weight_map.values()))]
+        return sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
     return sorted(folder.glob("*.safetensors"))
 
 

@@ -524,16 +524,17 @@ async def tokenize_prompts(
 def to_sampling_params(
     request: SamplingFields, model_info: ModelMetadata, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
-    """Return the engine's parameters; raises 400 when they contradict each other."""
+    """Return the engine's parameters, what a request leaves open as the model has it; raises 400 when they contradict
+    each other."""
     if request.stream_options is not None and not request.stream:
         raise BadRequest("stream_options needs stream: true", "stream_options")
-    same = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "n",
+    same = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "n",
             "min_tokens", "seed", "ignore_eos", "skip_special_tokens")  # fmt: skip
-    fields = {name: value for name in same if (value := getattr(request, name)) is not None}
+    asked = {name: value for name in same if (value := getattr(request, name)) is not None}
+    fields: dict[str, Any] = {"top_k": 0, **model_info.sampling_defaults, **asked}
     return make_sampling_params(
-        **fields,
+        **fields | {"top_k": max(fields["top_k"], 0)},
         max_tokens=max_tokens,
-        top_k=max(request.top_k or 0, 0),
         logit_bias=_parse_logit_bias(request.logit_bias or {}, model_info),
         stop=_stop_strings(request),
         stop_token_ids=tuple(request.stop_token_ids or ()),
