@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 import thalweg
 from tests.marks import nightly
-from tests.unit.infer_models import SEQ2SEQ_CONFIGS, greedy_generate, tiny_encoder
+from tests.unit.infer_models import SEQ2SEQ_CONFIGS, greedy_generate, tiny_decoder, tiny_encoder
 from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
 from thalweg.infer.engine.engine import LLMEngine
+from thalweg.infer.hf_generate import unsupported_reason
 from thalweg.ops import cpu_kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -166,6 +167,68 @@ def test_tokens_that_the_generation_config_bans_are_not_said(heat: float) -> Non
     if heat == 0:
         model.generation_config.suppress_tokens.pop()  # the engine alone leaves out what is no token
         assert list(said.values()) == expected(model, SOURCES, 10)
+
+
+def test_each_request_names_what_its_translation_begins_with() -> None:
+    """As NLLB needs it; beside requests of other languages and of none."""
+    model = tiny_encoder("m2m_100")
+    languages = (None, 9, 120)
+    want = {
+        language: model.generate(
+            torch.tensor([SOURCES[3]]), max_new_tokens=10, do_sample=False, forced_bos_token_id=language
+        )[0, 1:].tolist()
+        for language in languages
+    }
+    assert len({tuple(tokens) for tokens in want.values()}) == 3 and want[9][0] == 9
+    for default, runner in ((None, RUNNER), (None, "transformers"), (120, RUNNER)):
+        model.generation_config.forced_bos_token_id = default
+        engine = load_engine(model, OPTIONS, runner=runner)
+        for language in languages[default is not None :]:
+            params = SamplingParams(
+                temperature=0, max_tokens=10 if language is None else 9, forced_bos_token_id=language
+            )
+            engine.add(Request(str(language), SOURCES[3], params))
+        engine.add(Request("default", SOURCES[3], SamplingParams(temperature=0, max_tokens=9)))
+        said: dict[str, list[int]] = {}
+        while engine.has_work():
+            for output in engine.step():
+                said.setdefault(output.request_id, []).extend(output.token_ids)
+        assert said.pop("default") == (want[None][:9] if default is None else want[120][1:])
+        assert said == {str(x): want[x] if x is None else want[x][1:] for x in languages[default is not None :]}
+    with pytest.raises(ValueError, match="forced_bos_token_id: a token not in 0 to 130"):
+        engine.add(Request("r", [1], SamplingParams(forced_bos_token_id=131)))
+    with pytest.raises(ValueError, match="forced_bos_token_id is -1"):
+        SamplingParams(forced_bos_token_id=-1)
+    with pytest.raises(ValueError, match="forced_bos_token_id: for encoder-decoder models"):
+        load_engine(tiny_decoder("llama"), OPTIONS).add(Request("r", [1], SamplingParams(forced_bos_token_id=5)))
+
+
+def test_generate_forces_the_token_that_hugging_face_forces() -> None:
+    """By the engine, whatever the length says; and the module's own method where the two do not go together."""
+    model = tiny_encoder("mbart", seed=3)
+    ids = torch.tensor([SOURCES[3], SOURCES[3][::-1]])
+    fields = {"attention_mask": torch.ones_like(ids), "do_sample": False}
+    for default in (None, 120):
+        model.generation_config.forced_bos_token_id = default
+        engine = thalweg.init_inference(model, max_batch=4, max_length=96)
+        start_ids = engine.core.decoder_start_ids
+        for asked, by_engine in (
+            ({"max_new_tokens": 9, "forced_bos_token_id": 9}, True),
+            ({"max_length": 7, "forced_bos_token_id": 9}, True),
+            ({"forced_bos_token_id": 9}, True),
+            ({"max_new_tokens": 9}, True),
+            ({"max_new_tokens": 9, "forced_bos_token_id": 9, "min_new_tokens": 6, "eos_token_id": 125}, True),
+            ({"max_new_tokens": 9, "forced_bos_token_id": 9, "repetition_penalty": 1.5}, True),
+            ({"max_new_tokens": 1, "forced_bos_token_id": 9}, False),
+            ({"max_new_tokens": 9, "forced_bos_token_id": None}, default is None),
+            ({"max_new_tokens": 9, "forced_bos_token_id": 9, "decoder_start_token_id": 5}, False),
+        ):
+            want = model.generate(ids, **fields, **asked)
+            assert torch.equal(engine.generate(ids, **fields, **asked), want), asked
+            reason = unsupported_reason(model, (ids,), fields | asked, 96, start_ids)
+            assert (reason == "") == by_engine, (asked, reason)
+    causal = tiny_decoder("llama")
+    assert "after a prompt" in unsupported_reason(causal, (ids,), {"forced_bos_token_id": 9, "max_new_tokens": 4}, 96)
 
 
 @pytest.mark.parametrize("form", ["bf16", "int8", "int4"])

@@ -59,8 +59,29 @@ def test_a_model_that_listens(tmp_path: Path) -> None:
     pipe.destroy()
 
 
+def test_a_translation_into_the_language_that_a_request_names(tmp_path: Path) -> None:
+    model = tiny_encoder("mbart", seed=3)  # with which each language has its own answer
+    folder = saved(tmp_path / "mbart", model)
+    said = {}
+    for language in (None, 9, 120):
+        tokens = model.generate(ids_of(TEXTS[0]), max_new_tokens=9, do_sample=False, forced_bos_token_id=language)
+        said[language] = [f"w{token}" for token in tokens[0, 1 if language is None else 2 :].tolist()][:8]
+    assert len({tuple(words) for words in said.values()}) == 3
+    pipe: Any = thalweg.pipeline(folder, dtype="fp32", max_length=96, max_batch=2)
+    with run_server(lambda: load_engine(folder, options()), lambda: ChatTokenizer(load_tokenizer(folder))) as server:
+        for language, words in said.items():
+            fields = {} if language is None else {"forced_bos_token_id": language}
+            answer = server.create_completion(TEXTS[0], max_tokens=8, temperature=0, **fields)
+            assert answer["choices"][0]["text"].split() == words
+            (mii,) = pipe(TEXTS[0], max_new_tokens=8, do_sample=False, **fields)
+            assert mii.generated_text.split() == words
+        status, answer = server.post("/v1/completions", prompt="w5", forced_bos_token_id=131)
+        assert status == 400 and "not in 0 to 130" in answer["error"]["message"]
+    pipe.destroy()
+
+
 def test_sampling_that_a_request_leaves_open_is_the_models(tmp_path: Path) -> None:
-    """As its generation_config.json has it, and as vLLM's server has it from there; one without has OpenAI's defaults."""
+    """As its generation_config.json has it, where vLLM's server takes it from; one without has OpenAI's defaults."""
     model = tiny_decoder("llama")
     plain, folder = saved(tmp_path / "plain", model), tmp_path / "set"
     model.generation_config.update(do_sample=True, temperature=0.6, top_k=1, top_p=0.95, repetition_penalty=1.05)

@@ -18,7 +18,7 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "num_beams": (1, None), "num_beam_groups": (1, None), "penalty_alpha": (None,), "typical_p": (1.0, None),
     "epsilon_cutoff": (0.0, None), "eta_cutoff": (0.0, None), "no_repeat_ngram_size": (0, None),
     "bad_words_ids": (None,), "force_words_ids": (None,), "constraints": (None,), "renormalize_logits":
-    (False, None), "forced_bos_token_id": (None,), "forced_eos_token_id": (None,), "suppress_tokens": (None,),
+    (False, None), "forced_eos_token_id": (None,), "suppress_tokens": (None,),
     "begin_suppress_tokens": (None,), "guidance_scale": (None, 1.0), "sequence_bias": (None,), "max_time":
     (None,), "return_dict_in_generate": (False, None), "output_scores": (False, None), "dola_layers": (None,),
     "encoder_repetition_penalty": (1.0, None), "exponential_decay_length_penalty": (None,), "top_h": (None,),
@@ -98,9 +98,13 @@ def unsupported_reason(
     if engine_max_length and max(prompt_length + max_new_tokens, tokens.shape[1]) > engine_max_length:
         return f"{prompt_length + max_new_tokens} tokens, where the engine has room for {engine_max_length}"
     mask = _attention_mask(module, config, tokens, other_kwargs.get("attention_mask"))
+    forced = to_token_tuple(config.forced_bos_token_id)
+    if forced and (max_new_tokens < 2 or not _is_encoder_decoder(module)):
+        return f"forced_bos_token_id={forced[0]} alone, or after a prompt"
     if _is_encoder_decoder(module):
         first = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
-        if decoder_start_ids and decoder_start_ids != (first,):
+        # The engine's own second token, that of the generation config, gives way to another one, not to none.
+        if decoder_start_ids and decoder_start_ids != (first, *(forced and decoder_start_ids[1:])):
             return f"decoder_start_token_id={first}, where the engine begins with {decoder_start_ids}"
         return "padding before the encoder prompt" if mask is not None and (mask.int().diff(dim=1) > 0).any() else ""
     # Hugging Face's code punishes the padding's token as if it had been said.
@@ -120,8 +124,9 @@ def generate(engine: LLMEngine | GroupEngine, module: Any, *args: Any, **kwargs:
     eos_ids = to_token_tuple(config.eos_token_id)
     num_samples = getattr(config, "num_return_sequences", None) or 1
     alone = isinstance(engine, LLMEngine)
-    decoder_start_ids = list(engine.decoder_start_ids) if alone else []
-    prompt_length = len(decoder_start_ids) or tokens.shape[1]
+    forced = to_token_tuple(config.forced_bos_token_id)
+    decoder_start_ids = [*engine.decoder_start_ids[:1], *forced] if alone else []
+    prompt_length = 1 if decoder_start_ids else tokens.shape[1]
     max_new_tokens = _max_new_tokens(module, config, prompt_length)
     vocab_size = engine.metadata.vocab_size if alone else module.config.vocab_size
     stop_ids = tuple(token for token in eos_ids if 0 <= token < vocab_size)
@@ -168,9 +173,11 @@ def _sampling_params(
             "seed": seed,
         }
     stop = getattr(config, "stop_strings", None) or ()
+    num_forced = len(to_token_tuple(config.forced_bos_token_id))  # which Hugging Face counts as generated
     return SamplingParams(
-        max_tokens=max_new_tokens,
-        min_tokens=min(min_new_tokens, max_new_tokens),
+        max_tokens=max_new_tokens - num_forced,
+        min_tokens=max(min(min_new_tokens, max_new_tokens) - num_forced, 0),
+        forced_bos_token_id=config.forced_bos_token_id,
         n=num_samples,
         repetition_penalty=1.0 if config.repetition_penalty is None else config.repetition_penalty,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),

@@ -96,6 +96,9 @@ class SamplingParams:
     # Leave special tokens out of the text.
     skip_special_tokens: bool = True
     structure: StructuredOutput | None = None
+    # What an encoder-decoder model says first, as the language of a translation (NLLB); it counts for none of the above
+    # and is not returned.
+    forced_bos_token_id: int | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in _FIELD_RANGES.items():
@@ -139,13 +142,13 @@ def _is_token_id(value: object) -> bool:
 
 
 _INT32_MAX = 2**31 - 1
-_INTEGER_FIELDS = ("max_tokens", "min_tokens", "n", "top_k", "seed", "logprobs", "prompt_logprobs")
-_NULLABLE_FIELDS = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+_NULLABLE_FIELDS = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "forced_bos_token_id")
+_INTEGER_FIELDS = ("min_tokens", "n", "top_k", *_NULLABLE_FIELDS)
 _FIELD_RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, _INT32_MAX), "min_tokens": (0, _INT32_MAX), "n": (1, 1024), "temperature": (0, 100),
     "top_k": (0, _INT32_MAX), "top_p": (0, 1), "min_p": (0, 1), "repetition_penalty": (0, 100),
     "presence_penalty": (-100, 100), "frequency_penalty": (-100, 100), "seed": (-(2**63), 2**64 - 1),
-    "logprobs": (0, 1000), "prompt_logprobs": (0, 1000),
+    "logprobs": (0, 1000), "prompt_logprobs": (0, 1000), "forced_bos_token_id": (0, _INT32_MAX),
 }  # fmt: skip
 
 

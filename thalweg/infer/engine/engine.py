@@ -106,7 +106,9 @@ class LLMEngine(infer_types.EngineCore):
         if self._bans:
             params = replace(params, logit_bias={**self._bans, **params.logit_bias})
             request = replace(request, params=params)
-        num_initial_tokens = len(self.decoder_start_ids) or len(request.prompt)
+        forced = infer_types.to_token_tuple(params.forced_bos_token_id)
+        start_ids = (self.decoder_start_ids[0], *forced) if forced else self.decoder_start_ids
+        num_initial_tokens = len(start_ids) or len(request.prompt)
         capacity = min(self.metadata.max_length, self._kv_token_capacity(request))
         max_length = min(capacity, num_initial_tokens + (params.max_tokens or capacity))
         stop_ids = frozenset(params.stop_token_ids)
@@ -116,7 +118,7 @@ class LLMEngine(infer_types.EngineCore):
         self._num_arrivals += 1
         sequences: list[Sequence] = []
         for index in range(params.n):
-            sequence = Sequence(request, index, self._num_arrivals, max_length, stop_ids, self.decoder_start_ids)
+            sequence = Sequence(request, index, self._num_arrivals, max_length, stop_ids, start_ids)
             sequence.prefix_owner = sequences[0] if sequences else None
             sequence.grammar = None if grammar is None else self._grammar_compiler.new_state(grammar, stop_ids)
             if self.tokenizer is not None:
@@ -145,9 +147,11 @@ class LLMEngine(infer_types.EngineCore):
         if request.request_id in self._requests:
             raise ValueError(f"there is already a request named {request.request_id!r}")
         infer_types.check_prompt(prompt, self.metadata.vocab_size)
-        token_ids = [*params.logit_bias, *params.stop_token_ids]
-        if not all(0 <= t < self.metadata.vocab_size for t in token_ids):
-            raise ValueError(f"logit_bias or stop_token_ids name tokens outside of 0 to {self.metadata.vocab_size - 1}")
+        forced, vocab_size = infer_types.to_token_tuple(params.forced_bos_token_id), self.metadata.vocab_size
+        if not all(0 <= t < vocab_size for t in (*params.logit_bias, *params.stop_token_ids, *forced)):
+            raise ValueError(f"logit_bias, stop_token_ids or forced_bos_token_id: a token not in 0 to {vocab_size - 1}")
+        if forced and not self.decoder_start_ids:
+            raise ValueError("forced_bos_token_id: for encoder-decoder models; end the prompt with this token instead")
         self._check_length(request)
         if self.decoder_start_ids and params.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs: an encoder-decoder model encodes its prompt and does not score it")

@@ -113,6 +113,7 @@ class SamplingFields(StrictModel):
     ignore_eos: bool = False
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     skip_special_tokens: bool = True
+    forced_bos_token_id: TokenId | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int = Field(0, ge=-1000, le=1000)
@@ -263,6 +264,8 @@ class MiiRequest(StrictModel):
     temperature: float | None = Field(None, ge=0, le=100)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] | None = None
+    # As transformers' pipelines take it: what a translation begins with.
+    forced_bos_token_id: TokenId | None = None
     # Of one prompt: server-sent events, each with a piece of the text.
     stream: bool = False
 
@@ -528,8 +531,8 @@ def to_sampling_params(
     each other."""
     if request.stream_options is not None and not request.stream:
         raise BadRequest("stream_options needs stream: true", "stream_options")
-    same = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "n",
-            "min_tokens", "seed", "ignore_eos", "skip_special_tokens")  # fmt: skip
+    same = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+            "n", "min_tokens", "seed", "ignore_eos", "skip_special_tokens", "forced_bos_token_id")  # fmt: skip
     asked = {name: value for name in same if (value := getattr(request, name)) is not None}
     fields: dict[str, Any] = {"top_k": 0, **model_info.sampling_defaults, **asked}
     return make_sampling_params(
@@ -717,6 +720,7 @@ def mii_sampling_params(request: MiiRequest, num_prompt_tokens: int, model_info:
         ignore_eos=request.ignore_eos,
         stop=_stop_strings(request),
         seed=request.seed,
+        forced_bos_token_id=request.forced_bos_token_id,
     )
 
 
