@@ -480,7 +480,7 @@ def _sums_on_the_host(rank: int, world: int, configs: dict[str, dict[str, Any]])
 
 @pytest.mark.parametrize("world", [1, nightly(2)])
 def test_gradients_are_added_up_on_the_host_as_they_arrive(world):
-    """From the second micro-batch on too nothing crosses to pageable memory; the control does, and has the same sums."""
+    """From the second micro-batch on too, nothing crosses to pageable memory; the control does, to equal sums."""
     configs = {}
     for stage, dtype in ((2, "fp32"), (2, "bf16"), (3, "bf16")):
         config = _on_host(stage, dtype, gradient_accumulation_steps=3)
