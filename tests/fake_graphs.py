@@ -1,7 +1,8 @@
 """CUDA graphs where there is no CUDA: what a captured call has dispatched is dispatched again on the same tensors.
 
-As with real ones nothing of Python runs in a replay, inputs and results lie where they lay at the capture, and what
-would wait for the device, or copy from the host, is refused.  :func:`module` stands for ``torch.cuda``; on the CPU the
+As with real ones nothing of Python runs in a replay, inputs and results lie where they lay at the capture, what is
+computed on another device than the capture's stream has is done at once and not captured, and what would wait for the
+device, or copy from the host, is refused.  :func:`module` stands for ``torch.cuda``; on the CPU the
 refusals cannot be told from what is allowed.
 """
 
@@ -43,18 +44,20 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, graph: CUDAGraph) -> None:
+    def __init__(self, graph: CUDAGraph, device: torch.device) -> None:
         super().__init__()
-        self._graph, self._outer = graph, set[int]()
+        self._graph, self._device, self._outer = graph, device, set[int]()
         # By where they are: what the capture has allocated.
         self.made: dict[int, torch.Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
-        devices = {x.device.type for x in _tensors((args, kwargs, results))}
-        if len(devices) > 1 or (func.__name__.startswith("_local_scalar") and devices != {"cpu"}):
+        devices = {x.device for x in _tensors((args, kwargs, results))}
+        if len(devices) > 1 or (func.__name__.startswith("_local_scalar") and devices != {torch.device("cpu")}):
             raise RuntimeError(f"{func} is not permitted when the stream is capturing")
+        if devices and devices != {self._device}:
+            return results
         self._outer |= {x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))} - self.made.keys()
         for x in _tensors(results):
             if x.untyped_storage().data_ptr() not in self._outer:
@@ -63,12 +66,23 @@ class _Recorder(TorchDispatchMode):
         return results
 
 
+class Stream:
+    """A stream of a device, by default of the current one."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        kind = torch.accelerator.current_accelerator()
+        index = 0 if kind is None else torch.accelerator.current_device_index()
+        self.device = device or torch.device("cpu" if kind is None else kind.type, None if kind is None else index)
+
+
 @contextlib.contextmanager
-def graph(graph: CUDAGraph, pool: object = None, capture_error_mode: str = "global") -> Iterator[None]:
+def graph(
+    graph: CUDAGraph, pool: object = None, stream: Stream | None = None, capture_error_mode: str = "global"
+) -> Iterator[None]:
     """Capture; what it has allocated holds nothing after it, as nothing runs."""
     counts["captures"] += 1
     assert pool is None or pool is counts
-    with _Recorder(graph) as recorder:
+    with _Recorder(graph, (stream or Stream()).device) as recorder:
         yield
     for tensor in recorder.made.values():
         if tensor.is_floating_point():
@@ -78,4 +92,4 @@ def graph(graph: CUDAGraph, pool: object = None, capture_error_mode: str = "glob
 def module() -> types.SimpleNamespace:
     """What stands for ``torch.cuda``."""
     counts.clear()
-    return types.SimpleNamespace(CUDAGraph=CUDAGraph, graph=graph)
+    return types.SimpleNamespace(CUDAGraph=CUDAGraph, Stream=Stream, graph=graph)

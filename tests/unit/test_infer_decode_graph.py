@@ -150,9 +150,10 @@ def test_a_capture_that_fails_says_why_once_and_steps_go_on(
 
 
 def _on_device(rank: int, world: int, family: str) -> tuple[Any, Any, dict[str, int]]:
+    """On another device than the current one, where there are several."""
     from tests import simdevice
 
-    device = str(simdevice.accelerator())
+    device = f"{simdevice.accelerator()}:{(rank + 1) % world}"
     fakes = fake_graphs.module()
     torch_runner.graph_module = lambda device: fakes
     model = _model(family)
@@ -165,3 +166,9 @@ def _on_device(rank: int, world: int, family: str) -> tuple[Any, Any, dict[str, 
 def test_nothing_in_a_captured_step_waits_for_the_device_or_copies_from_the_host(family: str) -> None:
     ((plain, found, seen),) = run_ranks(_on_device, 1, family, device="simulated")
     assert found == plain and seen["replays"] > 40 > seen["captures"] > 0
+
+
+def test_graphs_are_of_the_engines_device_whichever_is_the_current_one() -> None:
+    """They were empty where that was another: each replay gave the logits of the capture."""
+    for plain, found, seen in run_ranks(_on_device, 2, "llama", device="simulated"):
+        assert found == plain and seen["replays"] > 40 > seen["captures"] > 0

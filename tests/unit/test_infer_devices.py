@@ -532,12 +532,14 @@ def test_embeddings_have_the_hosts_bits_on_a_device(family: str):
     assert device == ([pytest.approx(row, abs=1e-3) for row in host] if is_device_real() else host)
 
 
-def _placements(rank: int, world: int) -> list[str]:
+def _placements(rank: int, world: int) -> list[Any]:
     from thalweg.infer import EngineConfig
     from thalweg.serve.replicas.launcher import _device_of_replica
 
-    found = [_device_of_replica(EngineConfig(), index, 2) for index in range(2)]
-    found += [_device_of_replica(EngineConfig(device=device), 1, 2) for device in ("sim:0", "cpu")]
+    found: list[Any] = []
+    for device, index in (("auto", 0), ("auto", 1), ("sim:0", 1), ("cpu", 1)):
+        placed = _device_of_replica(EngineConfig(device=device), index, 2)
+        found.append((placed, torch.accelerator.current_device_index()))
     try:
         _device_of_replica(EngineConfig(tensor_parallel_size=2), 0, 2)
     except ValueError as error:
@@ -546,9 +548,9 @@ def _placements(rank: int, world: int) -> list[str]:
 
 
 def test_each_replica_has_devices_of_its_own():
-    """S9: all of them took the first."""
+    """S9: all of them took the first; it stayed the current one, on which torch then has a context of each process."""
     *devices, error = run_ranks(_placements, 2, device="simulated")[0]
-    assert devices == ["sim:0", "sim:1", "sim:0", "cpu"]
+    assert devices == [("sim:0", 0), ("sim:1", 1), ("sim:0", 0), ("cpu", 0)]
     assert "2 replicas of 2 ranks need 4 sim devices" in error and "give --replicas 1" in error
 
 

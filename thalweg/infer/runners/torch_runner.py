@@ -593,6 +593,7 @@ class TorchRunner(TorchLayers, base.ModelRunner):
         # A token that is batch invariant takes the same kernels with and without logits.
         if has_fixed_work and dtype is None and not (config.enforce_eager or config.batch_invariant):
             self._graph_module = graph_module(self.device)
+        self._capture_stream = self._graph_module and self._graph_module.Stream(self.device)
         # As of the last step that changed them: a token in the middle of a block goes on in the last one.
         self._block_tables = np.zeros((self.num_slots, -(-self.max_length // self.block_size)), np.int64)
         if isinstance(request.num_blocks, int):
@@ -714,7 +715,9 @@ class TorchRunner(TorchLayers, base.ModelRunner):
             if (kept := self._graph_logits) is None:
                 kept = self._graph_logits = logits.new_empty(self.num_slots, logits.shape[1])
             graph, pool = self._graph_module.CUDAGraph(), others[0].graph.pool() if others else None
-            with self._graph_module.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            options = {"pool": pool, "stream": self._capture_stream, "capture_error_mode": "thread_local"}
+            # Torch would capture on a stream of the current device, and wait for that one.
+            with torch.accelerator.device_index(self.device.index), self._graph_module.graph(graph, **options):
                 kept[: key[0]].copy_(self._decode(inputs, *key))
         except Exception as error:
             log.warning("no CUDA graphs, decoding steps launch their kernels one by one: %s", error)

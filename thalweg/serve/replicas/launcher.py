@@ -52,15 +52,15 @@ class EngineSpec:
 
 
 def _device_of_replica(options: EngineConfig, index: int, num_replicas: int) -> str:
-    """Return the first device of a replica, whose ranks have the ones after it; a device named by its number is all
-    replicas'.  Raises ValueError where there are too few."""
+    """Return the first device of a replica, made the current one; its ranks have the ones after it.  A device named by
+    its number is all replicas'.  Raises ValueError where there are too few."""
     import torch
 
-    from thalweg.device import resolve_device
+    from thalweg.device import pick_device, resolve_device
 
     device = resolve_device(options.device)
     if device.type == "cpu" or ":" in options.device:
-        return str(device)
+        return str(pick_device(name=str(device)))
     count, num_needed = torch.accelerator.device_count(), num_replicas * options.num_ranks
     if num_needed > count:
         raise ValueError(
@@ -68,7 +68,7 @@ def _device_of_replica(options: EngineConfig, index: int, num_replicas: int) -> 
             f" own, and torch sees {count}: give --replicas {count // options.num_ranks}, --device {device.type}:0 for"
             " all to share that one, or --device cpu"
         )
-    return f"{device.type}:{index * options.num_ranks}"
+    return str(pick_device(name=f"{device.type}:{index * options.num_ranks}"))
 
 
 class ProcessLauncher:
