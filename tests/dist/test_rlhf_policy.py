@@ -22,6 +22,8 @@ from tests.marks import nightly
 from tests.rlhf_support import make_tokenizer
 from tests.unit.infer_models import tiny_decoder
 from tests.unit.test_rlhf_data import make_tokenizer_with_a_beginning
+from thalweg.infer import load_engine
+from thalweg.rlhf import weight_sync
 from thalweg.rlhf.config import RLHFConfig
 from thalweg.rlhf.data import AnswerDataset, PromptSource
 from thalweg.rlhf.models import ValueModel, adapt, build_engine, build_frozen_engine, save_model, update_ema
@@ -154,6 +156,9 @@ def _ends(rank: int, world: int, ends: list[int]) -> Rollout:
     prompts = PromptSource([{"prompt": "a"}], tokenizer, 8, 0)
     trainer = GRPOTrainer(config, actor, actor, tokenizer, prompts, lambda *_: torch.zeros(8))
     rollout = trainer.collect(last=True)[0].rollout
+    core: Any = trainer.hybrid._core  # type: ignore[union-attr]
+    assert core.metadata.max_length == prompts.longest + 12 == 14  # of the 128 that the model takes
+    assert core.stats().kv_blocks == core.runner.num_slots == 64  # a block for each sequence
     assert trainer.samples[0]["prompt"] == "a"
     assert rollout.input_ids[0, 0] == tokenizer.bos_token_id  # which a reward function is not told of
     trainer.close()
@@ -261,8 +266,16 @@ def _ahead(rank: int, world: int, runs: list[dict[str, Any]], folder: str) -> li
         metrics: list[dict[str, float]] = []
         ranks = RolloutRanks(run["ranks"], run.get("tp", 1)) if "ranks" in run else None
         if ranks is not None and ranks.is_generating:
+            lengths: list[int] = []
+
+            def noted_length(model: Any, options: Any, lengths: Any = lengths, **more: Any) -> Any:
+                lengths.append(options.max_model_len)
+                return load_engine(model, options, **more)
+
+            weight_sync.load_engine = noted_length
             for _ in range(2 if run.get("dies") else 1):
-                ranks.generate(model())
+                ranks.generate(model(), 11)
+            assert set(lengths) <= {11} and (lengths or run.get("tp"))
             continue
 
         def make(config: RLHFConfig = config, ranks: Any = ranks) -> GRPOTrainer:

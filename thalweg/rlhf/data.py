@@ -216,6 +216,7 @@ class PromptSource:
         self._order: tuple[int, list[int]] = (-1, [])  # an epoch, and the prompts in its order
         if not self.items:
             raise ValueError(f"no prompt has 1 to {max_length} tokens: set max_prompt_seq_len")
+        self.longest = max(len(prompt) for prompt, _ in self.items)
 
     def take(self, iteration: int, count: int, rank: int, world_size: int) -> list[tuple[list[int], Example]]:
         """Return this rank's ``count`` prompts of an iteration; one pass after another, each in an order of its own."""

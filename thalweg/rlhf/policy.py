@@ -149,8 +149,11 @@ class GRPOTrainer:
         self.group, self.num_ranks = actor.meshes.dp.get_group(), actor.meshes.dp.size()
         self.rank = actor.meshes.dp.get_local_rank()
         self._tensor_group = None if actor.meshes.tp is None else actor.meshes.tp.get_group()
+        # A cache for sequences of the model's length would take most of a device, and what training then keeps there
+        # (Adam's moments) comes after the first rollout.
+        max_model_len = prompts.longest + config.max_answer_seq_len
         self.hybrid: HybridEngine | RolloutRanks = rollout_ranks or HybridEngine(
-            actor, EngineConfig(tensor_parallel_size=config.inference_tp_size)
+            actor, EngineConfig(tensor_parallel_size=config.inference_tp_size, max_model_len=max_model_len)
         )
         self.params = SamplingParams(
             max_tokens=config.max_answer_seq_len, temperature=config.temperature,

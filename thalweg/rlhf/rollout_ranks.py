@@ -125,14 +125,14 @@ class RolloutRanks:
 
     # The side that generates
 
-    def generate(self, model: nn.Module) -> None:
-        """Generate until the others :meth:`close`; the model's own values are dropped."""
-        hybrid = None
+    def generate(self, model: nn.Module, max_model_len: int) -> None:
+        """Generate sequences of up to so many tokens until the others :meth:`close`; the model's own values are
+        dropped."""
+        hybrid, sizes = None, {"tensor_parallel_size": self.tensor_parallel_size, "max_model_len": max_model_len}
         while (dtype := self._receive(0)) is not None:
             if hybrid is None:
-                config = EngineConfig(dtype=dtype, tensor_parallel_size=self.tensor_parallel_size)
                 actor: Any = _RemoteActor(self, model, dtype)
-                hybrid = HybridEngine(actor, config, join_group=actor.join_group)
+                hybrid = HybridEngine(actor, EngineConfig(dtype=dtype, **sizes), join_group=actor.join_group)
                 model.to("meta")  # the engine has made a skeleton of it
             with hybrid.generation() as core:
                 self.broadcast(None, self.peers[0])

@@ -218,7 +218,7 @@ def _train_policy(
         raise ValueError("rollout_ranks and tensor_parallel: ranks that train beside others divide no layers; give one")
     ranks = RolloutRanks(config.rollout_ranks, config.inference_tp_size) if config.rollout_ranks else None
     if ranks is not None and ranks.is_generating:
-        ranks.generate(models.load_policy(path, options))
+        ranks.generate(models.load_policy(path, options), prompts.longest + config.max_answer_seq_len)
         return {}
     mesh, world_size = (None, dist.get_world_size()) if ranks is None else (ranks.mesh, ranks.num_training)
     num_prompts = models.num_data_ranks(config, world_size) * config.num_prompts
