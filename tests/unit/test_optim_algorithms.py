@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from thalweg.optim.algorithms.distributed_matrices import MatrixSharding, plan_rounds
 from thalweg.optim.algorithms.muon import Muon
 from thalweg.optim.algorithms.muon_params import is_hidden_matrix, muon_groups
-from thalweg.optim.algorithms.newton_schulz import COEFFICIENTS, orthogonalize
+from thalweg.optim.algorithms.newton_schulz import COEFFICIENTS, orthogonalize, orthogonalize_cost
 from thalweg.optim.build import build_optimizer
 
 torch.set_num_threads(1)
@@ -278,6 +278,19 @@ def test_plans_are_complete_bounded_and_balanced(shapes: list[tuple[int, int]], 
             load[owner] += n * n * (n + m)
         largest = max(n * n * (n + m) for n, m in (sorted(shapes[i]) for i in plan))
         assert max(load) <= sum(load) / world + largest
+
+
+def test_large_matrices_are_orthogonalised_by_all_ranks_at_once() -> None:
+    """Llama 3 8B's: each was a round of its own, in which seven of eight ranks waited for its owner."""
+    shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
+    sizes, world, longest = [torch.Size(s) for s in shapes] * 32, 8, 0
+    rounds = plan_rounds(sizes, world)
+    cost = [orthogonalize_cost(*size) for size in sizes]
+    for plan in rounds:
+        longest += max(sum(cost[i] for i, owner in plan.items() if owner == rank) for rank in range(world))
+        # Beside a matrix of its own a rank holds its pieces of the round's.
+        assert sum(sizes[i].numel() for i in plan) <= world * 14336 * 4096
+    assert sum(cost) / longest > 0.9 * world
 
 
 @settings(deadline=None, max_examples=60)

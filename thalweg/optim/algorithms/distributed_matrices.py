@@ -4,7 +4,7 @@ The picture, for the matrices of one process group of n ranks:
 
     piece     what a rank holds of a matrix: its rows (``Shard``), or a full copy (a replicated parameter)
     owner     the one rank that sees the matrix whole and computes on it
-    round     as many matrices as fit a buffer; in each, every rank owns about the same amount of work
+    round     as many matrices as fit a buffer, one for each rank at least; every rank owns about the same work of it
 
     phase 1   all-to-all: every rank sends each owner its pieces of the owner's matrices
     phase 2   the owner joins the pieces and computes, once
@@ -29,7 +29,7 @@ from thalweg.optim.algorithms.newton_schulz import orthogonalize_cost
 from thalweg.optim.dtensor_local import get_sharded_axes, is_chunk_sharded, sharded_dim
 from thalweg.parallel_dims import control_group
 
-MAX_ROUND_ELEMENTS = 2**24
+MAX_ROUND_ELEMENTS = 2**24  # or one of the largest matrices for each rank
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,15 @@ def get_matrix_sharding(
     return group, MatrixSharding(param.shape, dim, 1 if group is None else dist.get_world_size(group))
 
 
-def plan_rounds(shapes: list[torch.Size], world_size: int, capacity: int = MAX_ROUND_ELEMENTS) -> list[dict[int, int]]:
+def plan_rounds(shapes: list[torch.Size], world_size: int, capacity: int | None = None) -> list[dict[int, int]]:
     """Cut the matrices into rounds of at most ``capacity`` elements (or one matrix) and give each an owner.
 
+    By default a round has room for a matrix of the largest kind on each rank: none waits for another's.
     A round: the owner's rank by the matrix's index.  Largest first, each to the rank with the least work so far in
     its round (then in all): the greedy rule of longest processing time. Deterministic.
     """
     cost = [orthogonalize_cost(shape[0], shape[1:].numel()) for shape in shapes]
+    capacity = capacity or max(MAX_ROUND_ELEMENTS, world_size * max(shape.numel() for shape in shapes))
     rounds: list[dict[int, int]] = []
     load, total, elements_left = [0] * world_size, [0] * world_size, 0
     for i in sorted(range(len(shapes)), key=lambda i: (-cost[i], i)):
