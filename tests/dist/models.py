@@ -12,14 +12,14 @@ VOCAB_SIZE = 61
 SEQ_LEN = 12
 
 
-def tiny_gpt(seed: int = 0, tied: bool = True, dropout: float = 0.0) -> GPT:
-    """A GPT of 3 layers x 24 with a vocabulary that divides by no world size."""
+def tiny_gpt(seed: int = 0, tied: bool = True, dropout: float = 0.0, width: int = 24) -> GPT:
+    """A GPT of 3 layers x ``width`` with a vocabulary that divides by no world size."""
     torch.manual_seed(seed)
     shape = GPTConfig(
         vocab_size=VOCAB_SIZE,
         n_layer=3,
         n_head=2,
-        n_embd=24,
+        n_embd=width,
         block_size=SEQ_LEN,
         tied=tied,
         dropout=dropout,

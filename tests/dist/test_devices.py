@@ -39,6 +39,10 @@ def _offload(stage: int, optimizer: str = "none", param: str = "none", **options
     return {"zero_optimization": zero}
 
 
+def _optimizer(kind: str, **params: Any) -> dict[str, Any]:
+    return {"type": kind, "params": {"lr": 1e-2, **params}}
+
+
 WINDOWS: dict[str, Any] = {"windows": ragged_windows(2, 4), "accumulation": 2, "clip": 0.05}
 
 CASES: dict[str, ParityCase] = {
@@ -332,6 +336,9 @@ JOBS: dict[str, tuple[dict[str, Any], bool]] = {
     "stage 3": ({"zero_optimization": {"stage": 3}}, False),
     "on the host": (_offload(3, "cpu", "cpu"), False),
     "on NVMe": (_offload(3, "nvme", "nvme"), False),
+    # States whose shapes are not their parameters': scales of each block, sums of rows and columns.
+    "int8 on the host": (_offload(2, "cpu") | {"optimizer": _optimizer("AdamW", state_dtype="int8")}, False),
+    "Adafactor on the host": (_offload(3, "cpu") | {"optimizer": _optimizer("Adafactor")}, False),
 }
 
 
@@ -358,7 +365,7 @@ def _train_jobs(
             "gradient_accumulation_steps": 2,
             "gradient_clipping": 0.05,
             "cpu_kernels": "torch",
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "optimizer": _optimizer("AdamW"),
             "csv_monitor": {"enabled": True, "output_path": f"{folder}/log", "job_name": name},
             "activation_checkpointing": {"policy": "none"},
             **copy.deepcopy(jobs[name][0]),
@@ -366,7 +373,9 @@ def _train_jobs(
         for section in config.get("zero_optimization", {}).values():
             if isinstance(section, dict):
                 section["nvme_path"] = folder
-        return thalweg.initialize(model=MoEModel(seed) if name == "experts" else tiny_gpt(seed), config=config)[0]
+        # State in 8 bits is of rows of 64 and more.
+        model = MoEModel(seed) if name == "experts" else tiny_gpt(seed, width=64 if name.startswith("int8") else 24)
+        return thalweg.initialize(model=model, config=config)[0]
 
     def train(engine: Any, name: str) -> list[float]:
         losses, is_shared, window = [], jobs[name][1], engine.gradient_accumulation_steps()
@@ -410,7 +419,7 @@ def _check_jobs(
             assert found == expected, backend
 
 
-IN_THE_GATE = ("tensor", "pipeline", "experts", "on the host")
+IN_THE_GATE = ("tensor", "pipeline", "experts", "on the host", "int8 on the host", "Adafactor on the host")
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,8 @@ def plan_optimizer_load(
             placement if dim is None or (dim < len(shape) and shape[dim] == parameter.shape[dim]) else Replicate()
             for placement, dim in zip(local.placements, dims, strict=True)
         ]
-        return zeros(*shape, dtype=dtype, device_mesh=local.device_mesh, placements=placements)
+        on_mesh = zeros(*shape, dtype=dtype, device_mesh=local.device_mesh, placements=placements)
+        return make_dtensor(on_mesh.to_local().to(device), placements, on_mesh)  # where the parameter's shard rests
 
     groups = [{**group, "params": _group_params(group, module, naming)} for group in optimizer.param_groups]
     hyperparams = [match_group(index, group["params"]) for index, group in enumerate(groups)]
