@@ -1149,3 +1149,40 @@ def test_a_repeated_row_and_the_plan_s_own_pass_leave_the_numbers_alone():
     (on_cpu,), (on_device,) = run_ranks(_weighted, 1, device="cpu"), run_ranks(_weighted, 1, device="sim")
     for expected, found in zip(on_cpu, on_device, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def _grouped_attention(rank: int, world: int) -> list[tuple[int, float]]:
+    """Of attention with a mask, without one: how many heads of keys the kernel is given for four of queries and two of
+    keys, and how far the result is from the CPU's."""
+    from types import SimpleNamespace
+
+    from torch.overrides import TorchFunctionMode
+
+    from tests.simdevice import accelerator
+    from thalweg.parallel.sequence import sequence_parallel
+
+    class Heads(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is F.scaled_dot_product_attention:
+                heads.append(args[1].shape[1])
+            return func(*args, **(kwargs or {}))
+
+    groups: Any = SimpleNamespace(partition=None, cp_group=None, ulysses_group=None)
+    attention = sequence_parallel.SequenceParallelAttention(groups)
+    attention.sequence_meta = sequence_parallel.SequenceMeta(length=12, is_whole=True)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, number, 12, 8) for number in (4, 2, 2))
+    found = []
+    for mask in (lambda rows, columns: (columns <= rows[:, None]) & (columns + 5 > rows[:, None]), None):
+        expected, heads = attention.attend(q, k, v, mask, causal=True), list[int]()
+        with Heads():
+            y = attention.attend(*(x.to(accelerator()) for x in (q, k, v)), mask, causal=True)
+        found.append((*heads, float((y.cpu() - expected).abs().max())))
+    return found
+
+
+def test_grouped_heads_are_repeated_where_there_is_a_mask():
+    """CUDA's kernels that take one know no groups, and what torch then takes has the scores of all pairs, in fp32."""
+    ((masked, plain),) = run_ranks(_grouped_attention, 1, device="sim")
+    assert masked[0] == 4 and plain[0] == 2  # flash knows groups: nothing is repeated for it
+    assert max(masked[1], plain[1]) < 1e-6 * FP32_SLACK

@@ -116,13 +116,13 @@ class SequenceParallelAttention:
             """Of the heads at hand, with those of the ring."""
             is_short = length <= (_TILE_TOKENS if q.is_cpu else _CUDA_TILE_FACTOR * _TILE_TOKENS)
             if ring.size == 1 and (mask is None or dropout > 0 or is_short):
-                is_grouped = q.shape[1] > k.shape[1]
-                if is_grouped and q.is_cpu:
+                # Kernels that take a mask know no groups of heads: torch would go by the scores of all pairs, in fp32.
+                if q.shape[1] > k.shape[1] and (q.is_cpu or mask is not None):
                     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
                 index = torch.arange(length, device=q.device)
                 dense_mask = None if mask is None else mask(index, index)
                 is_causal = causal and mask is None
-                options: dict[str, Any] = {"scale": scale, "enable_gqa": is_grouped and not q.is_cpu}
+                options: dict[str, Any] = {"scale": scale, "enable_gqa": q.shape[1] > k.shape[1]}
                 return F.scaled_dot_product_attention(q, k, v, dense_mask, dropout, is_causal, **options)
             if dropout > 0:
                 raise ValueError(
