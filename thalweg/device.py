@@ -47,6 +47,13 @@ def pick_device(local_rank: int = 0, name: str = "auto", num_local_ranks: int = 
     return torch.device(device.type, index % count)
 
 
+def enter_device(device: torch.device) -> None:
+    """Make ``device`` the current one of this thread, whose first one is device 0 whatever other threads have: to ask
+    an event, or wait for one, would make a context of this process there (half a GiB)."""
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+
+
 def _may_share(kind: str, count: int) -> bool:
     """Whether this rank was given the one device that it sees, or its group talks through the host's memory."""
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")

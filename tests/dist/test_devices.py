@@ -702,8 +702,9 @@ def test_gradients_are_cast_when_they_have_come_and_in_their_order():
             come.append(self.index)
             sent[self.index].fill_(self.index)
 
-    arriving = ArrivingGrads()
-    first, second, third = [ArrivingGrad(Event(i), sent[i], wide[i], arriving) for i in range(3)]  # type: ignore[arg-type]
+    arriving = ArrivingGrads(torch.device("cpu"))
+    events: list[Any] = [Event(i) for i in range(3)]
+    first, second, third = [ArrivingGrad(events[i], sent[i], wide[i], False, arriving) for i in range(3)]
     second.synchronize()
     assert come == [0, 1] and [x[0].item() for x in wide] == [0, 1, 0]
     first.synchronize()  # has come
@@ -1186,3 +1187,51 @@ def test_grouped_heads_are_repeated_where_there_is_a_mask():
     ((masked, plain),) = run_ranks(_grouped_attention, 1, device="sim")
     assert masked[0] == 4 and plain[0] == 2  # flash knows groups: nothing is repeated for it
     assert max(masked[1], plain[1]) < 1e-6 * FP32_SLACK
+
+
+def _devices_of_threads(rank: int, world: int) -> dict[str, int]:
+    """The device that is current where a thread of ours asks an event or computes, by what the thread is for."""
+    from contextlib import nullcontext
+    from threading import Event
+
+    from thalweg.comm.comms_logger import CommsLog
+    from thalweg.comm.hang_watch import HangWatch
+    from thalweg.rlhf.rollout import RolloutAhead
+    from thalweg.zero.fsdp2.private_api import ArrivingGrad, ArrivingGrads
+
+    found, seen = dict[str, int](), Event()
+    device = torch.device("sim", torch.accelerator.current_device_index())
+
+    class Mark:
+        def query(self) -> bool:
+            found["hang watch"] = torch.accelerator.current_device_index()
+            seen.set()
+            return True
+
+        def synchronize(self) -> None:
+            found["arrivals"] = torch.accelerator.current_device_index()
+
+    mark: Any = Mark()
+    ledger = CommsLog()
+    ledger._mark = mark
+    assert dist.group.WORLD is not None
+    watch = HangWatch(dist.group.WORLD, ledger, device, 60.0)
+    assert seen.wait(30)
+    watch.close()
+    arriving = ArrivingGrads(device)
+    ArrivingGrad(mark, torch.zeros(2), torch.zeros(2), False, arriving)
+    arriving.cast_in_background()
+    arriving.close()
+
+    def generate(core: Any) -> Any:
+        found["rollout"] = torch.accelerator.current_device_index()
+
+    RolloutAhead.begin(0, nullcontext(), generate, lambda part: part, device).wait()
+    return found
+
+
+def test_threads_have_their_rank_s_device():
+    """Device 0 is a new thread's: each rank had a context there, for which the first had the less memory."""
+    pytest.importorskip("transformers")  # of rollouts
+    names = ("hang watch", "arrivals", "rollout")
+    assert run_ranks(_devices_of_threads, 2, device="simulated") == [dict.fromkeys(names, rank) for rank in range(2)]

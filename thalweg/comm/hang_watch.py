@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 import thalweg
 from thalweg.comm.comms_logger import CommsLog
+from thalweg.device import enter_device
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
@@ -66,7 +67,7 @@ class HangWatch:
         self._peers: dict[int, tuple[int, float]] = {}  # by rank: its last beat, and when it came
         self._reported = False
         self._closed = threading.Event()
-        threading.Thread(target=self._watch, name="thalweg-hang-watch", daemon=True).start()
+        threading.Thread(target=self._watch, args=(device,), name="thalweg-hang-watch", daemon=True).start()
 
     def count_step(self) -> None:
         """One step more."""
@@ -76,7 +77,8 @@ class HangWatch:
         """Watch no longer."""
         self._closed.set()
 
-    def _watch(self) -> None:
+    def _watch(self, device: torch.device) -> None:
+        enter_device(device)
         try:
             while not self._closed.is_set():
                 state = self._look()

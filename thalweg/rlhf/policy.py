@@ -201,7 +201,8 @@ class GRPOTrainer:
             return self.hybrid.begin(self.iteration, self.actor, arguments, self._join_parts)
         generate = partial(generate_rollout, **arguments)
         if iteration > self.iteration:
-            return RolloutAhead.begin(self.iteration, self.hybrid.generation(), generate, self._join_parts)
+            generation, device = self.hybrid.generation(), self.actor.device
+            return RolloutAhead.begin(self.iteration, generation, generate, self._join_parts, device)
         with self.hybrid.generation() as core:
             part = generate(core)
         return RolloutAhead(self.iteration, lambda: part, self._join_parts)

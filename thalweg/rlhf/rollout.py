@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thalweg.device import enter_device
 from thalweg.infer.engine.engine import LLMEngine
 from thalweg.infer.parallel.executor import GroupEngine
 from thalweg.infer.types import Request, SamplingParams, collect_results
@@ -104,11 +105,12 @@ class RolloutAhead:
         generation: AbstractContextManager[Any],
         generate: Callable[[Any], Rollout],
         join: Callable[[Rollout], Rollout],
+        device: torch.device,
     ) -> RolloutAhead:
-        """Enter ``generation``, which is collective, and ``generate`` in a thread."""
+        """Enter ``generation``, which is collective, and ``generate`` on ``device`` in a thread."""
         context = ExitStack()
         core = context.enter_context(generation)
-        thread = ThreadPoolExecutor(1, "rollout")
+        thread = ThreadPoolExecutor(1, "rollout", enter_device, (device,))
         future = thread.submit(generate, core)
         thread.shutdown(wait=False)
 

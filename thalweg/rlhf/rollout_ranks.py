@@ -95,7 +95,7 @@ class RolloutRanks:
                 self._answer(actor, reading, *question)
         peer = self.peers[self.rank % len(self.peers)]
         dist.send_object_list([arguments], peer, self.messages)
-        return RolloutAhead.begin(version, nullcontext(), lambda _: self._receive(peer), join)
+        return RolloutAhead.begin(version, nullcontext(), lambda _: self._receive(peer), join, self.device)
 
     def _answer(self, actor: Engine, reading: ExitStack, kind: str, value: Any) -> None:
         if kind == "open":

@@ -170,7 +170,7 @@ class ShardedModel:
             self._background.append(collectives.async_reduction)
         is_alone = mesh.size() == 1
         if collectives.spec.shards_on_host and (is_alone or not self._reducers):  # which reduce to the master's dtype
-            arriving = private_api.ArrivingGrads()
+            arriving = private_api.ArrivingGrads(device)
             self._background.append(arriving)
             for group in groups:
                 group.send_grads_unwidened(is_alone, lambda: self._divisor.value == 1.0, arriving)

@@ -39,7 +39,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
-from thalweg.device import pin
+from thalweg.device import enter_device, pin
 from thalweg.ops._torch_private import ALLCLOSE_CALL, ITEM_CALL
 from thalweg.utils.versions import TRIED_TORCH
 from thalweg.zero.plain_copy import ShardedStateDict, check_whole, copy_plain, strip_training
@@ -68,11 +68,11 @@ PARAM_NAMES = (
 
 class ArrivingGrads:
     """A model's gradients on their way to the host in fewer bytes than their parameters' dtype has, to which they are
-    cast there in the order in which they were sent: on a thread, while the device makes the next."""
+    cast there in the order in which they were sent: on a thread, while ``device`` makes the next."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._in_order, self._lock = deque[ArrivingGrad](), Lock()
-        self._thread = ThreadPoolExecutor(1, "thalweg-arrivals")
+        self._thread = ThreadPoolExecutor(1, "thalweg-arrivals", enter_device, (device,))
 
     def add(self, grad: ArrivingGrad) -> None:
         """Expect one more."""
