@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,57 @@ def test_a_decoding_step_waits_once_for_the_device(family: str):
     ((fewer_syncs, fewer_launches),) = run_ranks(_count_syncs, 1, family, 12, device="sim")
     assert fewer_syncs == syncs
     assert fewer_launches == (pytest.approx(launches, rel=0.1) if is_device_real() else launches)
+
+
+def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+    """What torch's kernel gives for rows (M, K) and matrices (E, K, N), by nothing that waits."""
+    group = torch.searchsorted(offs, torch.arange(len(x), device=x.device, dtype=offs.dtype), right=True)
+    return (x[:, None] @ weight.index_select(0, group))[:, 0]
+
+
+def _mixture(rank: int, world: int, dtype: str, has_kernel: bool) -> tuple[list[list[float]], list[int]]:
+    """Log-probabilities of prompts of 100 and 20 tokens, and how often the host waits at such prompts, and at a token
+    of each."""
+    from types import SimpleNamespace
+
+    from tests import simdevice
+    from tests.unit.infer_models import tiny_decoder
+    from thalweg.infer import EngineConfig, Request, SamplingParams, load_engine
+    from thalweg.infer.runners import torch_runner
+    from thalweg.ops import grouped_mm
+
+    sizes = {"max_num_seqs": 4, "max_model_len": 200, "max_num_batched_tokens": 200}
+    options = EngineConfig(dtype=dtype, device=str(simdevice.accelerator()), enable_prefix_caching=False, **sizes)
+    engine = load_engine(tiny_decoder("mixtral"), options, runner="torch")
+    if has_kernel:
+        torch_runner.has_grouped_kernel = lambda weight: True
+        grouped_mm.F = SimpleNamespace(grouped_mm=_grouped_mm)
+    scores, waits = list[list[float]](), list[int]()
+    for length in (100, 20):
+        params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=0)
+        engine.add(Request("scored", [(7 * i + length) % 131 for i in range(length)], params))
+        scored = [x for output in iter(engine.step, []) for x in output[0].prompt_logprobs or ()]
+        scores.append([x.logprob for x in scored if x is not None])
+        engine.add(Request("timed", [(5 * i + 1) % 131 for i in range(length)], replace(params, prompt_logprobs=None)))
+        for _ in range(2):
+            simdevice.reset_counts()
+            engine.step()
+            waits.append(simdevice.num_syncs()[0])
+        while engine.has_work():
+            engine.step()
+    engine.close()
+    return scores, waits
+
+
+def test_a_prompt_waits_once_for_each_mixture_and_not_where_groups_have_a_kernel():
+    """It waited for each expert of each layer.  The kernel's stand-in waits for nothing, as on a GPU of CUDA."""
+    ((plain, waits),) = run_ranks(_mixture, 1, "fp32", False, device="simulated")
+    ((grouped, _),) = run_ranks(_mixture, 1, "fp32", True, device="simulated")
+    for one, other, length in zip(plain, grouped, (100, 20), strict=True):
+        assert len(one) == length - 1 and one == pytest.approx(other, abs=1e-5)
+    assert waits == [1 + 3, 1, 1, 1]  # layers, and the tokens
+    ((_, waits),) = run_ranks(_mixture, 1, "bf16", True, device="simulated")
+    assert waits == [1, 1, 1, 1]
 
 
 PROMPTS = [[(7 * i + 31 * n) % 131 for i in range(n)] for n in (3, 17, 40, 1, 70)]

@@ -167,6 +167,14 @@ def _grouped_mm_supports(weight: Tensor, in_features_first: bool) -> bool:
     return hasattr(F, "grouped_mm") and weight.dtype == torch.bfloat16 and aligned and weight.is_contiguous()
 
 
+def has_grouped_kernel(weight: Tensor) -> bool:
+    """Whether rows times their groups' matrices of ``weight`` (E, N, K) are one kernel, so that the host need not know
+    whose rows are which: torch's, on Hopper and data centres' Blackwells; elsewhere torch goes through the groups."""
+    if not weight.is_cuda or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(weight.device)[0] in (9, 10) and _grouped_mm_supports(weight, False)
+
+
 class _GroupedLinear(torch.autograd.Function):
     """One BLAS call a group, each into its part of the result."""
 

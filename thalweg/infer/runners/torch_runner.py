@@ -11,7 +11,8 @@ Keys and values of a layer lie in a tensor (position in the cache, 2 * kv heads,
 ``16 * table[p // 16] + p % 16``.  Sizes are alike where their next powers of two are, so that padding at most doubles
 the work, and most steps have one group.  A padding repeats its span's last query or key: nothing is read that the
 span's own sequence has not written, whatever lies in the other blocks.  Nothing in a step waits for the device; the
-sampler's one copy of the tokens to the host does.
+sampler's one copy of the tokens to the host does, and of more than 64 tokens each mixture once, for who goes where.
+Experts in bf16 on a GPU for which torch has a grouped product wait for nothing, and only those chosen are read.
 
 Where the device has graphs (CUDA), a step in which each sequence has one token is one launch and not hundreds: for each
 number of sequences and of keys, both rounded up to powers of two, the kernels are captured when it first comes.  A
@@ -38,6 +39,7 @@ from thalweg.infer.models.spec import AttentionSpec, DecoderSpec, EncoderSpec, L
 from thalweg.infer.precision import get_compute_dtype
 from thalweg.infer.quantization.modules import linear_packer, quantize_experts
 from thalweg.infer.runners import base
+from thalweg.ops.grouped_mm import grouped_linear, has_grouped_kernel, sort_by_expert
 from thalweg.utils.log import get_logger
 
 log = get_logger(__name__)
@@ -55,7 +57,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# Tokens of a step up to which a device computes all experts for all of them.
+# Tokens of a step up to which a device without a kernel for groups computes all experts for all of them.
 _MAX_DENSE_ROWS = 64
 # Contexts up to this length are attended together: what padding costs there is less than another launch.
 _MIN_KEY_BUCKET = 256
@@ -383,21 +385,31 @@ class TorchLayers:
         weight, chosen = probs.topk(m.top_k, dim=-1)
         if m.norm_topk_prob:
             weight = weight / weight.sum(-1, keepdim=True)
-        weight = weight.to(x.dtype)
+        weight, stacks = weight.to(x.dtype), ()
+        own_experts, is_whole = chosen - m.first_expert, m.num_experts == probs.shape[1]
         out = torch.zeros_like(x)
-        if self.device.type != "cpu" and len(x) <= _MAX_DENSE_ROWS:
+        if is_whole and m.packed_experts is None and self._weight_ring is None and self._cache_weights:
+            stacks = self._on_device(m.up), self._on_device(m.down)
+        if stacks and all(map(has_grouped_kernel, stacks)):
+            experts = sort_by_expert(chosen, m.num_experts)
+            gate, value = grouped_linear(experts.permute(x), stacks[0], experts.groups).chunk(2, dim=-1)
+            y = grouped_linear(_ACTIVATIONS[m.activation](gate) * value, stacks[1], experts.groups)
+            out = experts.combine(y, weight)
+        elif self.device.type != "cpu" and len(x) <= _MAX_DENSE_ROWS:
             # A batch's tokens go to most experts anyway, and which would have to be asked the device: all compute all.
             for number in range(m.num_experts):
-                own = torch.where(chosen == m.first_expert + number, weight, 0).sum(1, keepdim=True)
+                own = torch.where(own_experts == number, weight, 0).sum(1, keepdim=True)
                 y = self._expert(m, number, x)
                 out += torch.where(own != 0, y * own, 0)
         else:
-            for expert in chosen.unique().tolist():
-                number = expert - m.first_expert
-                if not 0 <= number < m.num_experts:
-                    continue  # another rank's
-                token, choice = torch.where(chosen == expert)
-                out.index_add_(0, token, self._expert(m, number, x[token]) * weight[token, choice, None])
+            # Others' are left out; the numbers of rows are asked of the device once.
+            is_own = None if is_whole else (own_experts >= 0) & (own_experts < m.num_experts)
+            experts = sort_by_expert(own_experts, m.num_experts, is_own)
+            for number, choices in enumerate(experts.order.split(experts.groups.counts_list)):
+                if len(choices):
+                    token = choices // m.top_k
+                    y = self._expert(m, number, x[token]) * weight.flatten()[choices, None]
+                    out.index_add_(0, token, y)
         if m.shared_expert is not None:
             y = self._mlp(m.shared_expert, x)
             if m.shared_expert_gate is not None:
