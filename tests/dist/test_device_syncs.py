@@ -64,10 +64,10 @@ def _syncs_of_steps(rank: int, world: int, configs: dict[str, dict[str, Any]]) -
         engine = _initialize(tiny_gpt(), **copy.deepcopy(config))
         batches = [_batch(i, rank, world, engine.device) for i in range(10)]
 
-        def step(engine: Any = engine, batches: Any = batches) -> None:
+        def step(engine: Any = engine, batches: Any = batches, name: str = name) -> None:
             for _ in range(engine.gradient_accumulation_steps()):
                 loss = engine(*batches.pop())
-                engine.backward(loss)
+                engine.backward(loss, num_items=7 if name == "told" else None)
                 engine.step()
 
         step()
@@ -89,11 +89,12 @@ WITHOUT_SYNC = {
     "fp16": _stage(2, "fp16", gradient_clipping=0.05),
     "schedule": _stage(2, gradient_clipping=0.05, scheduler=SCHEDULE),
     "tokens": _stage(2, token_weighted_loss=True, gradient_accumulation_steps=2),
+    "told": _stage(2, token_weighted_loss=True, gradient_accumulation_steps=2),  # by num_items
     "prints": _stage(2, steps_per_print=9),
 }
 
 
-IN_THE_GATE = ("stage 0", "stage 2, clipped", "stage 3, clipped", "fp16", "schedule", "tokens", "prints")
+IN_THE_GATE = ("stage 0", "stage 2, clipped", "stage 3, clipped", "fp16", "schedule", "tokens", "told", "prints")
 
 
 @pytest.mark.parametrize(
@@ -103,6 +104,31 @@ def test_a_step_of_adamw_waits_for_nothing(world, names):
     """S3: norm, clip factor and verdict stay on the device."""
     for syncs in run_ranks(_syncs_of_steps, world, {name: WITHOUT_SYNC[name] for name in names}, device="sim"):
         assert {name: found for name, found in syncs.items() if found} == {}
+
+
+def _syncs_of_shared_heads(rank: int, world: int) -> dict[str, int]:
+    """Of two steps of three tensor ranks, each of which needs one of two heads of keys whole."""
+    from tests.dist.tensor_models import build_model, compute_loss
+    from tests.dist.tensor_models import make_batch as make_tokens
+
+    model = build_model("llama")
+    engine = _initialize(model, tensor_parallel={"autotp_size": world}, bf16={"enabled": True})
+    batches = [make_tokens(i, MICRO_BATCH_SIZE).to(engine.device) for i in range(4)]
+
+    def step() -> None:
+        engine.backward(compute_loss(engine, batches.pop()))
+        engine.step()
+
+    step()
+    step()
+    found = _count_syncs(lambda: [step() for _ in range(2)])
+    engine.close()
+    return found
+
+
+def test_tensor_ranks_whose_heads_do_not_divide_wait_for_nothing():
+    pytest.importorskip("transformers")
+    assert run_ranks(_syncs_of_shared_heads, 3, device="sim") == [{}] * 3
 
 
 def test_an_optimizer_that_must_be_told_waits_once():
@@ -480,7 +506,7 @@ def _sums_on_the_host(rank: int, world: int, configs: dict[str, dict[str, Any]])
 
 @pytest.mark.parametrize("world", [1, nightly(2)])
 def test_gradients_are_added_up_on_the_host_as_they_arrive(world):
-    """From the second micro-batch on too, nothing crosses to pageable memory; the control does, to equal sums."""
+    """From the second micro-batch on too nothing crosses to pageable memory; the control does, with the same sums."""
     configs = {}
     for stage, dtype in ((2, "fp32"), (2, "bf16"), (3, "bf16")):
         config = _on_host(stage, dtype, gradient_accumulation_steps=3)

@@ -352,7 +352,8 @@ class TokenMean(LossNormalizer):
 
     def _get_num_tokens(self, num_items: int | None) -> Tensor:
         if num_items is not None:
-            return torch.tensor(float(num_items), dtype=widest_float(self._device), device=self._device)
+            # Filled there: a copy would wait for the forward pass.
+            return torch.full((), float(num_items), dtype=widest_float(self._device), device=self._device)
         if self._num_tokens is None:
             raise ValueError(
                 "token_weighted_loss is true, but the model computed no F.cross_entropy or F.nll_loss with "

@@ -290,7 +290,7 @@ class GRPOTrainer:
         old, advantages = part.logprobs.to(logprobs), part.advantages.to(logprobs)
         policy, clipped = losses.policy_loss(logprobs, old, advantages, mask, clip_range=clip_range, weights=weights)
         loss = policy + self._kl_loss(part, logprobs, mask) + self._pretraining_loss()
-        self.actor.backward(loss, num_items=int(mask.sum()))
+        self.actor.backward(loss, num_items=int(part.rollout.mask.sum()))
         self.actor.step()
         return {"policy_loss": policy.detach(), "clipped": clipped.detach(), "entropy": entropy}
 
@@ -392,7 +392,7 @@ class PPOTrainer(GRPOTrainer):
         value = losses.value_loss(
             values, part.values.to(values), part.returns.to(values), mask, clip_range=self.config.value_clip_range
         )
-        self.critic.backward(value, num_items=int(mask.sum()))
+        self.critic.backward(value, num_items=int(part.rollout.mask.sum()))
         self.critic.step()
         return metrics | {"value_loss": value.detach(), "kl_coef": self.kl.coef}
 

@@ -119,10 +119,10 @@ def kv_spec(
     tails = [(offset + start, offset + stop) for start, stop in tail_spans]
     spans = tuple((*own, tail) for own, tail in zip(leading_spans, tails, strict=True))
     used = [section * length + head * head_dim for section in range(num_sections) for head in assignment.kv_heads[rank]]
-    rows = tuple(first + i for first in used for i in range(head_dim))
+    row_spans = tuple((first, first + head_dim) for first in used)
     num_exclusive = sum(stop - start for start, stop in leading_spans[rank])
-    used_rows = None if rows == tuple(range(num_sections * length)) else rows
-    return ShardSpec(dim, size, spans), SharedRows(num_exclusive, _lengths(tail_spans), used_rows)
+    used_spans = None if used == list(range(0, num_sections * length, head_dim)) else row_spans
+    return ShardSpec(dim, size, spans), SharedRows(num_exclusive, _lengths(tail_spans), used_spans)
 
 
 def gqa_interleaved_spec(assignment: HeadAssignment, dim: int, rank: int) -> tuple[ShardSpec, SharedRows | None]:
@@ -152,8 +152,8 @@ def gqa_interleaved_spec(assignment: HeadAssignment, dim: int, rank: int) -> tup
                 own.append((low + shift, high + shift))
         spans.append(tuple(own))
     local_kv_head, num_exclusive = assignment.kv_heads[rank][0], assignment.num_local_heads(rank) * head_dim
-    rows = tuple(range(local_kv_head * pair, (local_kv_head + 1) * pair))
-    return ShardSpec(dim, size, tuple(spans)), SharedRows(num_exclusive, _lengths(tail_spans), rows)
+    row_spans = ((local_kv_head * pair, (local_kv_head + 1) * pair),)
+    return ShardSpec(dim, size, tuple(spans)), SharedRows(num_exclusive, _lengths(tail_spans), row_spans)
 
 
 def _lengths(spans: Sequence[Span]) -> tuple[int, ...]:

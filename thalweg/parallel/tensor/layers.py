@@ -37,12 +37,12 @@ class SharedRows:
     """Rows of a cut layer that every rank needs some of: the tail of each rank's piece.
 
     ``num_exclusive``: rows of the piece that are this rank's alone, before the tail; ``tail_sizes``: lengths
-    of all ranks' tails; ``row_indices``: which rows of the joined tails this rank uses, or None for all.
+    of all ranks' tails; ``row_spans``: which rows of the joined tails this rank uses, or None for all.
     """
 
     num_exclusive: int
     tail_sizes: tuple[int, ...]
-    row_indices: tuple[int, ...] | None
+    row_spans: tuple[tuple[int, int], ...] | None
 
 
 def matmul(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernels: str) -> Tensor:
@@ -76,8 +76,8 @@ def column_parallel(
 def _gather_shared_rows(local: Tensor, dim: int, shared_rows: SharedRows, tp_group: ParallelGroup, name: str) -> Tensor:
     exclusive, tail = local.tensor_split([shared_rows.num_exclusive], dim)
     rows = gather_params(tail, dim, list(shared_rows.tail_sizes), tp_group, name)
-    if shared_rows.row_indices is not None:
-        rows = rows.index_select(dim, torch.tensor(shared_rows.row_indices, device=local.device))
+    if shared_rows.row_spans is not None:  # no indices: to bring them to a device would wait for it
+        rows = torch.cat([rows.narrow(dim, start, stop - start) for start, stop in shared_rows.row_spans], dim)
     return torch.cat([exclusive, rows], dim) if shared_rows.num_exclusive else rows
 
 
