@@ -32,7 +32,7 @@ from thalweg.data.batch_feed import BatchFeed
 from thalweg.data.engine_loader import build_engine_loader, connect_loader, set_custom_schedules, take_batch_size
 from thalweg.deferred_init.replay import pause_recording
 from thalweg.device import configure_malloc, pick_device, synchronize, trim_malloc
-from thalweg.observe.flops import resident_mib
+from thalweg.observe.flops import memory_text
 from thalweg.observe.recorder import Recorder
 from thalweg.optim.accumulation import StepCallbacks, StepResult
 from thalweg.optim.lr_scheduler import set_group_lr
@@ -283,7 +283,7 @@ class Engine(nn.Module):
 
     def _log_memory(self, after: str) -> None:
         if self._config.memory_breakdown:
-            _log.info("after %s: %.0f MiB, %.0f at the peak", after, resident_mib(), resident_mib(peak=True))
+            _log.info("after %s: %s", after, memory_text(self.device))
 
     def log_communication(self) -> str:
         """A table of what was communicated so far: kind, module, calls, MiB, ms."""

@@ -1235,3 +1235,46 @@ def test_threads_have_their_rank_s_device():
     pytest.importorskip("transformers")  # of rollouts
     names = ("hang watch", "arrivals", "rollout")
     assert run_ranks(_devices_of_threads, 2, device="simulated") == [dict.fromkeys(names, rank) for rank in range(2)]
+
+
+def _told(rank: int, world: int) -> tuple[list[str], dict[str, int], int]:
+    """What an engine and DeepSpeed's function say of memory, of which 5 MiB are held on the device; what the host waits
+    for in a profile of three modules, and how many MiB the process has."""
+    import logging
+
+    import thalweg
+    from tests import simdevice
+    from thalweg.compat.deepspeed.logs import logger, see_memory_usage
+    from thalweg.observe.flops import resident_mib
+    from thalweg.observe.flops_profiler import get_model_profile
+
+    lines = list[str]()
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Lines()
+    for log in (logging.getLogger("thalweg"), logger):
+        log.addHandler(handler)
+    logging.getLogger("thalweg").setLevel(logging.INFO)
+    ballast = torch.zeros(5 << 18, device="sim")
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "memory_breakdown": True}
+    engine = thalweg.initialize(model=tiny_gpt(), config=config)[0]
+    see_memory_usage("now", force=True)
+    engine.close()
+    for log in (logging.getLogger("thalweg"), logger):
+        log.removeHandler(handler)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).to(ballast.device)
+    simdevice.reset_counts()
+    get_model_profile(model, (2, 8), print_profile=False)
+    return [line for line in lines if "at the peak" in line], simdevice.num_syncs()[1], int(resident_mib())
+
+
+def test_memory_and_seconds_that_are_told_are_the_device_s():
+    """The one were the process's resident memory, the others those of launching kernels."""
+    ((lines, syncs, resident),) = run_ranks(_told, 1, device="simulated")
+    assert [re.sub(r"\d at the", "N at the", line) for line in lines] == [
+        "after initialize: 5 MiB on sim:0, N at the peak", "now: 5 MiB on sim, N at the peak"
+    ]  # fmt: skip
+    assert syncs == {"device": 6} and resident > 100  # where each begins and ends

@@ -10,7 +10,7 @@ from tests.repo.source import PACKAGE, SourceModule, resolve_from
 # Imports point only upwards in this list: a room may use those named before it.
 # fmt: off
 LAYERS = [
-    "config", "utils", "observe", "device", "accelerator", "parallel_dims", "comm", "ops", "storage_io",
+    "config", "utils", "device", "observe", "accelerator", "parallel_dims", "comm", "ops", "storage_io",
     "deferred_init", "zero", "parallel", "nn", "moe", "pipe", "adapt", "activation_checkpointing", "optim",
     "compression", "runtime", "plan", "parallelize", "checkpoint", "data", "engine", "infer", "serve", "rlhf", "study",
     "launch", "compat", "cli",

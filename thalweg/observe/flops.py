@@ -40,3 +40,9 @@ def peak_memory_mib(device: torch.device) -> float:
     if device.type == "cpu":
         return resident_mib(peak=True)
     return torch.accelerator.max_memory_allocated(device) / 2**20
+
+
+def memory_text(device: torch.device) -> str:
+    """Say how many MiB this process holds on ``device`` and has held at most; on the CPU, resident."""
+    held = resident_mib() if device.type == "cpu" else torch.accelerator.memory_allocated(device) / 2**20
+    return f"{held:.0f} MiB on {device}, {peak_memory_mib(device):.0f} at the peak"

@@ -2,7 +2,7 @@
 
 Operations are those of matrix products, convolutions and attention, as torch's own counter counts them (a multiply
 and an add are two); what is elementwise is left out, a thousandth of a transformer's.  A backward pass takes
-twice as many.
+twice as many.  Seconds are an accelerator's own: the host waits for it where a module begins and where it ends.
 """
 
 import sys
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from thalweg.device import synchronize
 from thalweg.utils.log import get_logger
 
 _log = get_logger(__name__)
@@ -64,10 +65,12 @@ class FlopsProfiler:
         self.reset_profile()
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
+        synchronize()
         self._begun[module] = time.perf_counter()
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if (begun := self._begun.pop(module, None)) is not None:
+            synchronize()
             self._seconds[module] = self._seconds.get(module, 0.0) + time.perf_counter() - begun
 
     def get_total_flops(self, as_string: bool = False) -> Any:

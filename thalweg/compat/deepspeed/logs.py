@@ -4,7 +4,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from thalweg.observe.flops import resident_mib
+from thalweg.device import current_accelerator
+from thalweg.observe.flops import memory_text
 from thalweg.utils.log import current_rank
 
 # Programs ask for it by its name too, to silence it; every rank speaks.
@@ -31,6 +32,6 @@ def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log what the process has in memory, if asked to."""
+    """Log what the process has on its device, if asked to."""
     if force:
-        logger.info("%s: %.0f MiB, %.0f at the peak", message, resident_mib(), resident_mib(peak=True))
+        logger.info("%s: %s", message, memory_text(current_accelerator()))
