@@ -3,6 +3,8 @@
 ``unsupported_reason`` tells whether they can be used; the rest of this module may be called only where they can.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import os
 from typing import TYPE_CHECKING
