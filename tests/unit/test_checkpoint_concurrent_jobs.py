@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -71,3 +72,22 @@ def test_a_replacement_that_was_cut_off_is_finished_once(tmp_path):
         assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 3
         assert Checkpoint.open(folder, "a").step == 3
         assert list_names(folder) == {"latest", "new", "a", "job0-0", "job1-0", "job2-0"}
+
+
+def test_a_process_that_was_forked_meanwhile_does_not_keep_the_lock(tmp_path):
+    """A DataLoader forks its workers while a save in the background holds the lock: they live for an epoch."""
+    io = NoFsyncFileSystem()
+    io.lock_timeout = 0.2
+    with io.lock(tmp_path):
+        worker = os.fork()
+        if worker == 0:
+            time.sleep(60)
+            os._exit(0)
+        with pytest.raises(TimeoutError), io.lock(tmp_path):  # it is a lock
+            pass
+    try:
+        with io.lock(tmp_path):
+            pass
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)

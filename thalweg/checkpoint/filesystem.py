@@ -113,7 +113,11 @@ class FileSystem:
                 )
             yield
         finally:
-            os.close(handle)  # not one of a save's operations: a disk that fails must not keep the lock
+            # Not operations of a save: a disk that fails must not keep the lock.  A process that was forked meanwhile (a
+            # DataLoader's worker, beside a save in the background) has the file open, too, and closing leaves it locked.
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)
+            os.close(handle)
 
     def fsync_dir(self, path: Path) -> None:
         """Make the names in a directory survive a loss of power."""
