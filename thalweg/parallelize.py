@@ -321,7 +321,7 @@ def parallelize(
     if pipeline is not None:
         pipeline.seed_per_stage()
     if tp_group is not None:
-        sync_rng(tp_group)
+        sync_rng(tp_group.process_group)
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
     forward_context = _make_forward_context(model, config, device, loss_normalizer)

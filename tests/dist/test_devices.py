@@ -241,7 +241,7 @@ def _tensor_parallel_dropout(rank: int, world: int) -> list[list[float]]:
     group = ParallelGroup(dist.group.WORLD)  # type: ignore[arg-type]
     group.has_dropout = True
     torch.manual_seed(100 + rank)
-    sync_rng(group)
+    sync_rng(group.process_group)
     x, masks = torch.ones(64, device=accelerator()), []
     for switch in (lambda: None, group.use_local_rng, group.use_shared_rng):
         switch()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.dist.parity import full_named
 from tests.dist.tensor_models import build_model, compute_loss, make_batch
 from tests.dist.tensor_parity import make_config, run_engine, train_engine
 from tests.harness import run_ranks
@@ -77,6 +78,37 @@ def test_precision_muon_offload_and_recomputed_dropout():
         assert found["rate"] > 1e-6  # another rate would be noticed
         assert found["state on the host"] and found["state on disk"] and found["all on disk"], found
         assert found["recomputed"] and 1e-3 < found["dropped"] < 0.5, found
+
+
+def _team_after_data_parallelism(rank: int, world: int, folder: str) -> tuple[list[int], list[int], list[float]]:
+    """The random numbers' state where data ranks saved and where a team has loaded that; a bias after steps there."""
+    import thalweg
+
+    torch.set_num_threads(1)
+    states = []
+    for tensor in (1, world):
+        model = build_model("reference")
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.2
+        engine, *_ = thalweg.initialize(model=model, config=make_config(1, tensor, ROWS, world // tensor, seed=3))
+        if tensor > 1:
+            engine.load_checkpoint(folder)
+        states.append(torch.get_rng_state().tolist())
+        for step in range(3):
+            engine.backward(compute_loss(engine, make_batch(step, ROWS)[rank // tensor :: world // tensor]))
+            engine.step()
+        if tensor == 1:
+            engine.save_checkpoint(folder)
+        bias = full_named(engine.module.named_parameters())["norm.bias"]
+        engine.close()
+    return *states, bias.tolist()
+
+
+def test_a_team_draws_one_dropout_after_a_checkpoint_of_data_ranks(tmp_path):
+    one, other = run_ranks(_team_after_data_parallelism, 2, str(tmp_path))
+    assert one[0] != other[0]  # the control: so they were saved
+    assert one[1:] == other[1:]
 
 
 def _sent(rank: int, world: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from thalweg.checkpoint.rank_group import RankGroup
 from thalweg.checkpoint.save import save_snapshot
 from thalweg.config import Config
 from thalweg.optim.step import TrainingDivergedError
+from thalweg.parallel.tensor.tensor_parallel import sync_rng
 from thalweg.parallelize import Components
 from thalweg.utils.log import get_logger
 from thalweg.zero.replica_check import check_replicas
@@ -125,6 +126,8 @@ class TrainingState:
                 components.optimizer.adopt_state()
             components.sharded.publish_params()
             if not module_only:
+                if components.meshes.tp is not None:  # the saving job may have had other teams, or none
+                    sync_rng(components.meshes.tp.get_group())
                 self._load_state_dict(state.get(_KEY, {}), load_lr_scheduler)
                 self._known += [] if rewinds else [(directory, checkpoint.tag)]
             ranks = RankGroup.from_group(group)

@@ -319,10 +319,10 @@ def has_dropout(model: nn.Module) -> bool:
     return False
 
 
-def sync_rng(tp_group: ParallelGroup) -> None:
-    """Start the common stream of random numbers alike on all ranks of the team."""
+def sync_rng(team: dist.ProcessGroup) -> None:
+    """Go on with the first rank's stream of random numbers on all ranks of the team."""
     host, accelerator = get_rng_state()
     for state in (host, accelerator):
         if state is not None:
-            dist.broadcast(state, group_src=0, group=control_group(tp_group.process_group))
+            dist.broadcast(state, group_src=0, group=control_group(team))
     set_rng_state((host, accelerator))
