@@ -366,6 +366,28 @@ def test_a_users_dataloader_alone_keeps_its_order_and_resumes_by_counting():
         of_no_size.load_state_dict(build_loader(Squares(4), batch_size=1).state_dict())
 
 
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_a_users_workers_that_stay_do_not_change_the_order_of_a_resumed_pass(is_persistent):
+    """torch draws the workers' seed where it makes them: for each pass, or for the first alone."""
+    options: dict[str, Any] = {"shuffle": True, "num_workers": 1, "persistent_workers": is_persistent}
+    torch.manual_seed(0)
+    plain = user_loader(**options)
+    passes = [[batch.tolist() for (batch,) in plain] for _ in range(3)]
+    torch.manual_seed(0)
+    loader, got, states = wrap_dataloader(user_loader(**options)), [], []
+    for _ in passes:
+        for (batch,) in loader:
+            got.append(batch.tolist())
+            states.append(json.loads(json.dumps(loader.state_dict())))
+    assert got == sum(passes, [])
+    for number, batches in enumerate(passes[:2]):
+        again = wrap_dataloader(user_loader(**options))
+        for resumed in (again, loader):  # a new process; and one whose workers there are
+            torch.manual_seed(7)
+            resumed.load_state_dict(states[6 * number + 2])
+            assert [batch.tolist() for (batch,) in resumed] == batches[3:]
+
+
 def _wrapped(world: int, batch_size: int, sampler: Any = None, **options: Any) -> list[Any]:
     """A user's loader of the numbers below 24, as each rank has it."""
     data = TensorDataset(torch.arange(24))

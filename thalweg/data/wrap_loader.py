@@ -26,7 +26,7 @@ class PassthroughLoader(PositionedLoader):
     def __init__(self, loader: Any) -> None:
         super().__init__()
         self.loader = loader
-        self._rng: torch.Tensor | None = None  # when the pass began: of what the order is drawn
+        self._rng: torch.Tensor | None = None  # of which the pass's order is drawn
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -40,8 +40,16 @@ class PassthroughLoader(PositionedLoader):
         generator = getattr(self.loader, "generator", None) or torch.default_generator
         current = generator.get_state()
         began = self._rng if skip and self._rng is not None else current
-        generator.set_state(began)
         self._rng = began
+        if getattr(self.loader, "persistent_workers", False) and self.loader._iterator is None:
+            # Before the order torch draws the workers' seed, for the pass that makes them alone.
+            if skip:
+                iter(self.loader)
+            else:
+                ahead = generator.clone_state()
+                torch.empty((), dtype=torch.int64).random_(generator=ahead)
+                self._rng = ahead.get_state()
+        generator.set_state(began)
         batches = iter(self.loader)
         for _ in range(skip):
             next(batches, None)
