@@ -116,6 +116,32 @@ def test_a_signal_to_the_launcher_ends_the_ranks(launch: Launch, tmp_path: Path,
     assert got == code and "stopped by" in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize("in_step", [False, nightly(True)])
+def test_a_warning_before_the_end_reaches_each_rank_once(launch: Launch, tmp_path: Path, in_step: bool) -> None:
+    """Slurm signals all processes of a step, a trap in its script the launcher alone."""
+    script = """
+        import os, signal, time
+        calls = []
+        signal.signal(signal.SIGUSR1, lambda *_: calls.append(1))
+        name = os.path.join(os.environ["OUT"], "pid" + os.environ["RANK"])
+        with open(name + ".part", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename(file.name, name)
+        for _ in range(1000):
+            time.sleep(0.05)
+            if calls:
+                time.sleep(1)
+                break
+        print("calls:", len(calls))
+    """
+    process = launch(script, **({"SLURM_STEP_ID": "0"} if in_step else {}))
+    ranks = wait_for_pids(tmp_path, "pid[01]", 2)
+    for pid in (process.pid, *(ranks if in_step else ())):
+        os.kill(pid, signal.SIGUSR1)
+    code, out, err = wait_output(process)
+    assert (code, out, err) == (0, "calls: 1\ncalls: 1\n", "")
+
+
 def test_ranks_do_not_outlive_a_killed_launcher(launch: Launch, tmp_path: Path) -> None:
     process = launch(NEST)
     ranks, helpers = wait_for_pids(tmp_path, "pid[01]", 2), wait_for_pids(tmp_path, "helper[01]", 2)

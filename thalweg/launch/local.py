@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -89,11 +89,20 @@ def _run_once(
     def stop(number: int) -> None:
         raise SignalException(f"stopped by signal {number}", signal.Signals(number))
 
+    agent = None
+
+    def pass_on(number: int) -> None:
+        # A scheduler's warning, which would end this process, and with it the ranks that save.
+        for pid in agent.pids.values() if agent and "SLURM_STEP_ID" not in os.environ else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     _remove_stale_dirs(Path(tempfile.gettempdir()))
     with (
         tempfile.TemporaryDirectory(prefix=f"{_DIR_PREFIX}{os.getpid()}-") as name,
         _patched_environ(_worker_environ(job, node.addr if node else _LOCAL_ADDR)),
         handle_signals(stop),  # also before the agent installs its handlers
+        handle_signals(pass_on, [signal.SIGUSR1, signal.SIGUSR2]),
         mute_agent_log(),
         contextlib.ExitStack() as stack,
     ):
@@ -140,12 +149,12 @@ def _run_once(
 
 
 @contextlib.contextmanager
-def handle_signals(handler: Callable[[int], None]) -> Iterator[None]:
-    """Let ``handler`` hear the signals that end a job; at the end the caller's handlers are back."""
+def handle_signals(handler: Callable[[int], None], numbers: Sequence[int] = ()) -> Iterator[None]:
+    """Let ``handler`` hear ``numbers``, or the signals that end a job; at the end the caller's handlers are back."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, lambda got, _: handler(got)) for number in _ending_signals()}
+    before = {number: signal.signal(number, lambda got, _: handler(got)) for number in numbers or _ending_signals()}
     try:
         yield
     finally:
