@@ -221,12 +221,17 @@ def _commit_in_a_job(rank: int, world: int, folder: str) -> dict[str, set[str]]:
     engines = _build_engines(rank)
     for step in (1, 2):
         checkpoint.commit(Path(folder), step, engines, {})
+        for name in engines:  # `thalweg ckpt export` writes to hf
+            Path(folder, name, "hf").mkdir(exist_ok=True)
+            Path(folder, name, "hf", "config.json").touch()
+            Path(folder, name, "notes.txt").touch()
     assert checkpoint.resume(folder, engines)[0] == 2
     del os.environ["THALWEG_JOB_ID"]
     return {name: list_names(Path(folder, name)) for name in engines}
 
 
-def test_a_job_of_the_launcher_keeps_its_claim(tmp_path: Path) -> None:
-    """What is left beside the last commit says which start of the job has the folder."""
+def test_a_job_of_the_launcher_keeps_its_claim_and_the_users_files(tmp_path: Path) -> None:
+    """What is left beside the last commit says which start of the job has the folder, or is the user's."""
     (left,) = run_ranks(_commit_in_a_job, 1, str(tmp_path))
-    assert left == {name: {"step2", ".starts.json"} for name in STAGES}
+    assert left == {name: {"step2", ".starts.json", "hf", "notes.txt"} for name in STAGES}
+    assert all(Path(tmp_path, name, "hf", "config.json").exists() for name in STAGES)

@@ -6,11 +6,12 @@
     DIR/manifest.json         names step N and each engine's checkpoint of it; written last, by rename
 
 A run that goes on reads the manifest and nothing else: engines that had saved a later step when the run died are not
-asked for it, so actor and critic never come from different steps.  Checkpoints that the manifest does not name are
-removed after it has been replaced, and not before.
+asked for it, so actor and critic never come from different steps.  Checkpoints of other steps are removed after the
+manifest has been replaced, and not before.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ import torch.distributed as dist
 
 from thalweg.checkpoint.directory import remove_stale
 from thalweg.checkpoint.filesystem import FileSystem, list_if_there, remove_tree, replace_file
-from thalweg.checkpoint.job_starts import STARTS
 from thalweg.engine import Engine
 
 _MANIFEST = "manifest.json"
@@ -40,8 +40,9 @@ def commit(directory: str | Path, step: int, engines: Mapping[str, Engine], stat
         replace_file(io, directory / _MANIFEST, json.dumps(manifest, indent=1).encode())
         remove_stale(io, directory)  # of a run that died in the line above
         for name in engines:
-            for other in set(list_if_there(io, directory / name)) - {tag, STARTS}:
-                remove_tree(io, directory / name / other)
+            for other in set(list_if_there(io, directory / name)) - {tag}:
+                if re.fullmatch(r"step\d+(~\d+)?", other):  # an export, and what else lies there, is not ours
+                    remove_tree(io, directory / name / other)
     dist.barrier(group)
 
 
