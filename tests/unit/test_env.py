@@ -61,6 +61,13 @@ COMPLETE = [
     ({"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_LOCAL_RANK": "0",
       "MV2_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_ADDR": "head", "MASTER_PORT": "6"},
      (0, 2, 0, 1, "head", 6, "pmi")),
+    # mpiexec of HPE Cray's PALS; and one launcher on each host, started by a scheduler that does not say all
+    *(({"PMI_RANK": "3", "PMI_SIZE": "4", rank: "1", size: "2", "MASTER_ADDR": "head", "MASTER_PORT": "6"},
+       (3, 4, 1, 2, "head", 6, "pmi"))
+      for rank, size in (("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"), ("PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"))),
+    *((TORCHRUN | outer, (3, 8, 1, 2, "10.0.0.5", 29400, "torchrun"))
+      for outer in ({"PMI_RANK": "1", "PMI_SIZE": "2"}, {"OMPI_COMM_WORLD_RANK": "0"},
+                    without(SRUN, "SLURM_STEP_TASKS_PER_NODE") | {"SLURM_STEP_NUM_TASKS": "3", "SLURM_NNODES": "2"})),
 ]  # fmt: skip
 
 

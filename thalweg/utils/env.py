@@ -6,7 +6,8 @@ Five families are understood, and the first that is complete decides:
                  Kubernetes LOCAL_RANK may be missing: a pod is a host of one rank)
     Open MPI     OMPI_COMM_WORLD_RANK _SIZE _LOCAL_RANK _LOCAL_SIZE
     SLURM        SLURM_PROCID SLURM_STEP_NUM_TASKS|SLURM_NTASKS SLURM_LOCALID SLURM_*TASKS_PER_NODE
-    PMI          PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS   (MPICH, Intel MPI, MVAPICH's MV2_*)
+    PMI          PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS   (MPICH, Intel MPI, MVAPICH's MV2_*;
+                 Cray's PMI_LOCAL_RANK PMI_LOCAL_SIZE)
     Kubeflow     PET_NODE_RANK PET_NNODES PET_MASTER_ADDR PET_MASTER_PORT   (one process in a pod)
 
 None set means a bare ``python``: world size 1.  A family that is set in part, or that contradicts itself,
@@ -84,7 +85,8 @@ def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     Raises ``ValueError`` that names the variable and the cure when a launcher's variables are set in part,
     are not numbers, or contradict each other.
     """
-    scheduler = _from_scheduler(environ)
+    is_torchrun = all(name in environ for name in get_launcher_variables("torchrun").values())
+    scheduler = None if is_torchrun else _from_scheduler(environ)  # whose variables may be of the process that started us
     has_rank, has_world = "RANK" in environ, "WORLD_SIZE" in environ
     if has_rank and has_world:
         return _from_torchrun(environ, scheduler)
