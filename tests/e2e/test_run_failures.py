@@ -153,6 +153,12 @@ def test_ranks_do_not_outlive_a_killed_launcher(launch: Launch, tmp_path: Path) 
             os.kill(pid, signal.SIGKILL)
     process.wait()
     assert list(tmp_path.glob("thalweg-run-*")), "nobody was left to remove it"
+    other_host = tmp_path / "other" / "sitecustomize.py"
+    other_host.parent.mkdir()
+    other_host.write_text("import socket\nsocket.gethostname = lambda: 'another'\n")
+    paths = os.pathsep.join([str(other_host.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    assert wait_output(launch("", options=("--nproc", "1"), PYTHONPATH=paths))[0] == 0
+    assert list(tmp_path.glob("thalweg-run-*")), "a host cannot see whether another's process lives"
     assert wait_output(launch("", options=("--nproc", "1")))[0] == 0
     assert not list(tmp_path.glob("thalweg-run-*")), "the next job does"
 

@@ -39,7 +39,6 @@ from thalweg.checkpoint.errors import (
 from thalweg.checkpoint.filesystem import (
     REPLACING_PREFIX,
     FileSystem,
-    get_hostname,
     list_if_there,
     make_owned_name,
     read_file,
@@ -49,7 +48,7 @@ from thalweg.checkpoint.filesystem import (
 )
 from thalweg.checkpoint.format.manifest import Manifest, ManifestHead, parse_head, parse_manifest, serialize_manifest
 from thalweg.utils.log import get_logger
-from thalweg.utils.processes import is_process_alive
+from thalweg.utils.processes import get_hostname, is_process_alive
 
 MANIFEST = "manifest.json"
 LATEST = "latest"

@@ -11,16 +11,14 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import secrets
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from thalweg.utils.log import get_logger
-from thalweg.utils.processes import process_start_time
+from thalweg.utils.processes import get_hostname, process_start_time
 from thalweg.utils.timing import wait_until
 
 REPLACING_PREFIX = ".latest-"  # of what takes a file's place
@@ -195,11 +193,6 @@ def make_owned_name(prefix: str) -> str:
     """A new name for something temporary of this process."""
     pid = os.getpid()
     return f"{prefix}{get_hostname()}-{pid}-{process_start_time(pid) or 0}-{secrets.token_hex(8)}"
-
-
-def get_hostname() -> str:
-    """This host's name, as it may be part of a file's."""
-    return re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())[:40] or "host"
 
 
 def remove_tree(io: FileSystem, path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from thalweg.launch.failure import JobResult, announce_restart, collect_failures, format_report
 from thalweg.launch.network import interface_for
 from thalweg.launch.spec import LocalJob
-from thalweg.utils.processes import is_process_alive
+from thalweg.utils.processes import get_hostname, is_process_alive
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from thalweg.launch.rendezvous import NodeSpec
 
 _WORKER = Path(__file__).with_name("worker.py")
-_DIR_PREFIX = "thalweg-run-"
+_DIR_PREFIX = f"thalweg-run-{get_hostname()}-"  # TMPDIR may be on a disk that hosts share
 _LOCAL_ADDR = "127.0.0.1"
 
 
@@ -220,7 +220,7 @@ def _list_members(session_ids: set[int]) -> Iterator[int]:
 
 
 def _remove_stale_dirs(parent: Path) -> None:
-    """Remove the folders of this user's launchers that were killed: nobody else can."""
+    """Remove the folders of this user's launchers that were killed on this host: nobody else can."""
     for folder in parent.glob(f"{_DIR_PREFIX}*-*"):
         pid = folder.name.removeprefix(_DIR_PREFIX).partition("-")[0]
         with contextlib.suppress(OSError):

@@ -1,6 +1,8 @@
-"""Other processes of this machine: whether one still runs, and whether it is still the same one."""
+"""Other processes of this machine: whether one still runs, and whether it is still the same one; the machine's name."""
 
 import os
+import re
+import socket
 from pathlib import Path
 
 
@@ -28,3 +30,8 @@ def is_process_alive(pid: int, start_time: int | None = None) -> bool:
     except PermissionError:  # another user's, so not the one whose start was noted
         return start_time is None
     return True
+
+
+def get_hostname() -> str:
+    """This host's name, as it may be part of a file's."""
+    return re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())[:40] or "host"
