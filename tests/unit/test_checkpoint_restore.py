@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -192,6 +193,60 @@ def test_state_random_generators_and_extra_state(tmp_path):
     checkpoint = Checkpoint.open(tmp_path)
     assert checkpoint.per_rank(0)["position"] == (7, [1])
     assert checkpoint.per_rank(1) is None
+
+
+class CountingLinear(nn.Linear):
+    count = 0
+
+    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, state):
+        self.count = state["count"]
+
+
+class Described(nn.Module):
+    """A model with a config as Hugging Face's, a buffer and a tie."""
+
+    config = SimpleNamespace(to_json_string=lambda: "{}")
+
+    def __init__(self, compiles_parts: bool) -> None:
+        super().__init__()
+        layer = CountingLinear(3, 3)
+        layer.register_buffer("mean", torch.randn(3))
+        self.layer = torch.compile(layer, backend="eager") if compiles_parts else layer
+        self.head = nn.Linear(3, 3)
+        self.head.weight = layer.weight
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_compiled_modules_are_stored_under_the_names_of_plain_ones(tmp_path, is_whole):
+    """A model that ``torch.compile`` has wrapped, or one with such a module, changes checkpoints with a plain one."""
+
+    def build(seed, compiles):
+        torch.manual_seed(seed)
+        plain = Described(compiles and not is_whole)
+        model = torch.compile(plain, backend="eager") if compiles and is_whole else plain
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        return model, optimizer
+
+    names = {}
+    for compiles in (False, True):
+        model, optimizer = build(0, compiles)
+        model.layer.count = 7
+        save_model(tmp_path / str(compiles), model, optimizer)
+        other, fresh = build(9, not compiles)
+        with Checkpoint.open(tmp_path / str(compiles)) as saved:
+            names[compiles] = {*saved.manifest.tensors}, saved.manifest.aliases
+            assert saved.state["thalweg"]["hf_config"]["architectures"] == ["Described"]
+            restore_module(saved, other, fresh)
+        pairs = zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+        assert all(torch.equal(x, y) for x, y in pairs if isinstance(x, torch.Tensor))
+        assert states_equal(optimizer, fresh) and other.layer.count == 7
+    assert names[False] == names[True]
 
 
 def test_row34_tied_weights_are_stored_once_and_come_back_tied_or_not(tmp_path):

@@ -23,6 +23,7 @@ from thalweg.checkpoint.optimizer_state import (
     apply_optimizer_plan,
     collect_optimizer_state,
     plan_optimizer_load,
+    to_plain_name,
 )
 from thalweg.checkpoint.pipeline_state import merge_stage_states, to_canonical_names
 from thalweg.checkpoint.rank_group import RankGroup
@@ -36,7 +37,8 @@ _NUMPY_STATE = ("name", "keys", "position", "has_gauss", "cached")  # what numpy
 
 
 def model_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Parameters and persistent buffers by fqn, each once, and the aliases of those that are tied."""
+    """Parameters and persistent buffers by fqn, each once, and the aliases of those that are tied; compiled modules' as
+    those of the modules themselves."""
     transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, child in module.named_modules(remove_duplicate=False)
@@ -48,6 +50,7 @@ def model_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str,
     for name, tensor in (*named_shards(module, remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
         if name in transient:
             continue
+        name = to_plain_name(name)
         first_name = first.setdefault(id(tensor), name)
         if first_name == name:
             tensors[name] = tensor
@@ -115,7 +118,8 @@ def get_hf_config(module: nn.Module) -> dict[str, Any] | None:
     if not callable(to_json):
         return None
     tree = json.loads(str(to_json()))
-    model_class = next((c for c in type(module).__mro__ if not c.__module__.startswith("torch.")), type(module))
+    own_class = type(getattr(module, "_orig_mod", module))  # compiled
+    model_class = next((c for c in own_class.__mro__ if not c.__module__.startswith("torch.")), own_class)
     tree["architectures"] = [model_class.__name__]
     return tree
 
@@ -123,7 +127,7 @@ def get_hf_config(module: nn.Module) -> dict[str, Any] | None:
 def _modules_with_extra_state(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, child in module.named_modules():
         if type(child).get_extra_state is not nn.Module.get_extra_state:
-            yield name, child
+            yield to_plain_name(name), child
 
 
 def restore_module(

@@ -28,8 +28,14 @@ _IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentia
 _PARAM_KEYS = frozenset({"params", "param_names"})
 
 
+def to_plain_name(name: str) -> str:
+    """A name in the model as it was before ``torch.compile(module)``, which puts a wrapper around a module."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
 def _param_names_by_id(module: nn.Module, naming: ParamNaming) -> dict[int, str]:
-    return {id(parameter): naming.canonical.get(name, name) for name, parameter in named_shards(module)}
+    canonical = naming.canonical
+    return {id(param): to_plain_name(canonical.get(name, name)) for name, param in named_shards(module)}
 
 
 def _group_params(group: Mapping[str, Any], module: nn.Module, naming: ParamNaming) -> list[torch.Tensor]:
