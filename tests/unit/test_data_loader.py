@@ -379,7 +379,7 @@ def test_a_users_workers_that_stay_do_not_change_the_order_of_a_resumed_pass(is_
         for (batch,) in loader:
             got.append(batch.tolist())
             states.append(json.loads(json.dumps(loader.state_dict())))
-    assert got == sum(passes, [])
+    assert got == list(itertools.chain(*passes))
     for number, batches in enumerate(passes[:2]):
         again = wrap_dataloader(user_loader(**options))
         for resumed in (again, loader):  # a new process; and one whose workers there are

@@ -111,8 +111,8 @@ class FileSystem:
                 )
             yield
         finally:
-            # Not operations of a save: a disk that fails must not keep the lock.  A process that was forked meanwhile (a
-            # DataLoader's worker, beside a save in the background) has the file open, too, and closing leaves it locked.
+            # Not operations of a save: a disk that fails must not keep the lock.  A process that was forked meanwhile
+            # (a DataLoader's worker, beside a save in the background) has the file open, too: closing would not do.
             with contextlib.suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)

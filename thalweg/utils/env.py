@@ -86,7 +86,8 @@ def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     are not numbers, or contradict each other.
     """
     is_torchrun = all(name in environ for name in get_launcher_variables("torchrun").values())
-    scheduler = None if is_torchrun else _from_scheduler(environ)  # whose variables may be of the process that started us
+    # A scheduler's variables may be of the process that started this one's launcher.
+    scheduler = None if is_torchrun else _from_scheduler(environ)
     has_rank, has_world = "RANK" in environ, "WORLD_SIZE" in environ
     if has_rank and has_world:
         return _from_torchrun(environ, scheduler)
