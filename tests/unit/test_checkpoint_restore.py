@@ -27,6 +27,8 @@ from thalweg.checkpoint import (
     restore_module,
     save_snapshot,
 )
+from thalweg.optim.algorithms.lion import Lion
+from thalweg.optim.algorithms.low_bit import LowBitAdam
 
 torch.set_num_threads(1)
 
@@ -85,6 +87,32 @@ def test_model_and_optimizer_go_on_as_if_never_stopped(tmp_path, name):
     assert train_steps(other, fresh, 3, seed=1) == expected
     assert models_equal(model, other)
     assert states_equal(optimizer, fresh)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        ("momentum", "adamw", "was SGD, .* not those of AdamW: load with load_optimizer_states=False"),
+        ("adamw", "lion", "was AdamW, .* not those of Lion"),
+        ("adamw", "nadam", "was AdamW, .* not those of NAdam"),
+        ("lion", "adamw", "was Lion, .* not those of AdamW"),
+        ("amsgrad", "adamw", ""),
+        ("adamw", "low bit", ""),
+    ],
+)
+def test_another_optimizer_is_refused_and_another_form_of_one_is_not(tmp_path, before, after, named):
+    makers = {**OPTIMIZERS, "lion": Lion, "low bit": lambda p: LowBitAdam(p, state_dtype="bf16")}
+    model, other = small_model(), small_model(seed=9)
+    optimizer, fresh = makers[before](model.parameters()), makers[after](other.parameters())
+    train_steps(model, optimizer, 1)
+    save_model(tmp_path, model, optimizer)
+    if named:
+        kept = {name: value.clone() for name, value in other.state_dict().items()}
+        with pytest.raises(CheckpointMismatchError, match=named):
+            restore_module(Checkpoint.open(tmp_path), other, fresh)
+        assert all(torch.equal(kept[name], value) for name, value in other.state_dict().items())
+    restore_module(Checkpoint.open(tmp_path), other, fresh, strict=not named)
+    assert models_equal(model, other)
 
 
 def test_the_comparison_notices_a_wrong_learning_rate(tmp_path):

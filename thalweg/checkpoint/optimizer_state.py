@@ -4,10 +4,12 @@
 of the parameter's shape it is sharded as the parameter is, anything else is kept as
 found.  What is not a tensor, and the hyperparameters of the groups, are JSON; a group
 lists its parameters by fqn, so that the order of groups and the numbering of parameters
-need not agree at load.  The state of a fresh optimiser is made from the manifest, so no
-dry step is needed to bring it into being.
+need not agree at load; the optimiser's class must, or be one that keeps the same.  The
+state of a fresh optimiser is made from the manifest, so no dry step is needed to bring
+it into being.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +28,8 @@ from thalweg.zero.whole_parameter import named_shards
 # How an optimiser computes, not what it has learnt: the running job's choice stands.
 _IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _PARAM_KEYS = frozenset({"params", "param_names"})
+# Classes that keep the same state: LowBitAdam and AdamW are of one family, NAdam is one of its own.
+_FAMILY = re.compile(r"(?!NAdam|RAdam).*(Adam|Lion|Lamb)W?(\d+bit)?")
 
 
 def to_plain_name(name: str) -> str:
@@ -42,6 +46,15 @@ def _group_params(group: Mapping[str, Any], module: nn.Module, naming: ParamNami
     """The parameters of a group that are part of the model."""
     hidden = {id(p) for name, p in named_shards(module) if name in naming.excluded} if naming.excluded else ()
     return [parameter for parameter in group["params"] if id(parameter) not in hidden]
+
+
+def _get_type_name(optimizer: Any) -> str:
+    return type(getattr(optimizer, "inner", optimizer)).__name__
+
+
+def _get_family(type_name: str) -> str:
+    match = _FAMILY.fullmatch(type_name)
+    return match[1] if match else type_name
 
 
 def collect_optimizer_state(
@@ -75,7 +88,8 @@ def collect_optimizer_state(
             else:
                 values.setdefault(name, {})[key] = value
     sorted_kinds = {key: sorted(found) for key, found in kinds.items()}
-    return tensors, {"groups": groups, "values": values, "loose": unkeyed_state, "forms": sorted_kinds}
+    tree = {"groups": groups, "values": values, "loose": unkeyed_state, "forms": sorted_kinds}
+    return tensors, {**tree, "type": _get_type_name(optimizer)}
 
 
 def _get_param_name(parameter: torch.Tensor, names: Mapping[int, str], group: int | None) -> str:
@@ -126,6 +140,13 @@ def plan_optimizer_load(
     if saved is None:
         raise CheckpointMismatchError(
             "the checkpoint was saved without an optimiser; restore the weights alone (optimizer=None)"
+        )
+    own_type = _get_type_name(optimizer)
+    saved_type = saved.get("type", own_type)  # another program's checkpoint does not say
+    if strict and _get_family(saved_type) != _get_family(own_type):
+        raise CheckpointMismatchError(
+            f"the checkpoint's optimiser was {saved_type}, whose state and hyperparameters are not those of "
+            f"{own_type}: load with load_optimizer_states=False to start it fresh"
         )
     names, saved_groups, saved_kinds = _param_names_by_id(module, naming), saved["groups"], saved["forms"]
     keys_by_param: dict[str, list[str]] = {}  # in the order of the manifest
