@@ -29,7 +29,7 @@ from thalweg.zero.whole_parameter import named_shards
 _IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _PARAM_KEYS = frozenset({"params", "param_names"})
 # Classes that keep the same state: LowBitAdam and AdamW are of one family, NAdam is one of its own.
-_FAMILY = re.compile(r"(?!NAdam|RAdam).*(Adam|Lion|Lamb)W?(\d+bit)?")
+_FAMILY = re.compile(r"^(?!NAdam|RAdam).*(Adam|Lion|Lamb)W?(\d+bit)?$")
 
 
 def to_plain_name(name: str) -> str:
@@ -50,11 +50,6 @@ def _group_params(group: Mapping[str, Any], module: nn.Module, naming: ParamNami
 
 def _get_type_name(optimizer: Any) -> str:
     return type(getattr(optimizer, "inner", optimizer)).__name__
-
-
-def _get_family(type_name: str) -> str:
-    match = _FAMILY.fullmatch(type_name)
-    return match[1] if match else type_name
 
 
 def collect_optimizer_state(
@@ -143,7 +138,7 @@ def plan_optimizer_load(
         )
     own_type = _get_type_name(optimizer)
     saved_type = saved.get("type", own_type)  # another program's checkpoint does not say
-    if strict and _get_family(saved_type) != _get_family(own_type):
+    if strict and _FAMILY.sub(r"\1", saved_type) != _FAMILY.sub(r"\1", own_type):
         raise CheckpointMismatchError(
             f"the checkpoint's optimiser was {saved_type}, whose state and hyperparameters are not those of "
             f"{own_type}: load with load_optimizer_states=False to start it fresh"
