@@ -288,6 +288,29 @@ def test_loading_reads_only_what_it_needs(tmp_path):
     assert len(list(path.glob("*.safetensors"))) == 3
 
 
+def test_a_save_reads_little_of_the_checkpoints_beside_it(tmp_path):
+    """Manifests of large jobs are megabytes each, and there may be hundreds in a folder."""
+
+    class CountingFileSystem(FileSystem):
+        num_bytes = 0
+
+        def pread_into(self, handle, buffer, offset):
+            done = super().pread_into(handle, buffer, offset)
+            self.num_bytes += done
+            return done
+
+    tag = "\N{SNOWMAN}" * 60 + ' "sequence":77,'  # a long head, which says of itself what it does not mean
+    for name in ("a", tag, "b"):
+        snapshot = tiny_snapshot()
+        snapshot.state["client"]["large"] = "x" * (1 << 20)
+        save_snapshot(tmp_path, name, snapshot, step=1)
+    (tmp_path / "a" / "manifest.json").write_bytes(b"{}")  # damaged
+    io = CountingFileSystem()
+    save_snapshot(tmp_path, "c", tiny_snapshot(), step=2, io=io)
+    assert io.num_bytes < 1 << 16
+    assert [Checkpoint.open(tmp_path, name).head.sequence for name in (tag, "b", "c")] == [2, 3, 4]
+
+
 def test_a_save_beside_the_pointer(tmp_path):
     save_snapshot(tmp_path, "a", tiny_snapshot(1), step=1)
     save_snapshot(tmp_path, "b", tiny_snapshot(2), step=2, save_latest=False)

@@ -23,6 +23,7 @@ one directory: whoever gives or takes a public name holds the directory's lock w
 looks and renames, so that nobody discards by an old listing what has a new meaning.
 """
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ from thalweg.utils.processes import get_hostname, is_process_alive
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _SAVING_PREFIX, _REMOVING_PREFIX = ".saving-", ".removing-"
+_SEQUENCE, _MAX_HEAD_BYTES = re.compile(rb'"sequence":(\d{1,18}),'), 4096
 _FOREIGN_OWNER_TIMEOUT_S = 3600.0  # without a write, after which another host's temporary is dead
 
 _log = get_logger(__name__)
@@ -226,10 +228,22 @@ def start_save(io: FileSystem, directory: Path, tag: str) -> tuple[Path, int]:
         raise CheckpointError(
             f"{public} exists and is not a checkpoint of Thalweg; choose another tag or move it out of the way"
         )
-    newest = next((f.head for f in list_checkpoints(io, directory) if f.head), None)
+    names = [name for name in list_if_there(io, directory) if not name.startswith(".")]
+    newest = max((_read_sequence(io, directory / name) for name in names), default=0)
     temporary = directory / make_owned_name(_SAVING_PREFIX)
     io.mkdir(temporary)
-    return temporary, (newest.sequence if newest else 0) + 1
+    return temporary, newest + 1
+
+
+def _read_sequence(io: FileSystem, path: Path) -> int:
+    """The number in a manifest's head, 0 without one.
+
+    Unchecked, as one that is too large does no harm: a folder's manifests may be gigabytes, and each save asks.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if match := _SEQUENCE.search(read_file(io, path / MANIFEST, _MAX_HEAD_BYTES)):
+            return int(match[1])
+    return 0
 
 
 def commit(io: FileSystem, directory: Path, temporary: Path, manifest: Manifest, *, save_latest: bool = True) -> Path:

@@ -152,11 +152,11 @@ def _set_direct(handle: int, enabled: bool) -> bool:
     return new_flags != flags
 
 
-def read_file(io: FileSystem, path: Path) -> bytes:
-    """The whole of a small file."""
+def read_file(io: FileSystem, path: Path, limit: int | None = None) -> bytes:
+    """The whole of a small file, or its first ``limit`` bytes."""
     handle = io.open_read(path)
     try:
-        buffer = bytearray(io.size(path))
+        buffer = bytearray(io.size(path) if limit is None else limit)
         done = io.pread_into(handle, buffer, 0)
         return bytes(buffer[:done])
     finally:
