@@ -7,6 +7,7 @@ import io
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -240,6 +241,28 @@ def test_hosts_started_by_hand_or_by_kubernetes() -> None:
             resolve_node(request, *options, environ={})
     with pytest.raises(ValueError, match=r"PET_NODE_RANK= 5 must be from 0 to 1"):
         resolve_node(request, None, None, None, {**pod, "PET_NODE_RANK": "5"})
+
+
+def test_the_first_pod_waits_until_its_name_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes into the cluster's DNS some time after the pod; elsewhere a name that is unknown is wrong."""
+    calls, ask = [], socket.getaddrinfo
+
+    def getaddrinfo(name: str, *args: Any, **options: Any) -> Any:
+        calls.append(name)
+        if len(calls) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return ask("127.0.0.1", *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(ValueError, match=r"job-0\.svc cannot be resolved"):
+        bind_master("job-0.svc", multi_node=True)
+    assert len(calls) == 1
+    calls.clear()
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    with bind_master("job-0.svc", multi_node=True) as listener:
+        assert listener.getsockname()[1]
+    assert set(calls) == {"job-0.svc"}
 
 
 def _node_info(**changes: object) -> dict:

@@ -228,8 +228,7 @@ def start_save(io: FileSystem, directory: Path, tag: str) -> tuple[Path, int]:
         raise CheckpointError(
             f"{public} exists and is not a checkpoint of Thalweg; choose another tag or move it out of the way"
         )
-    names = [name for name in list_if_there(io, directory) if not name.startswith(".")]
-    newest = max((_read_sequence(io, directory / name) for name in names), default=0)
+    newest = max((_read_sequence(io, directory / name) for name in list_if_there(io, directory)), default=0)
     temporary = directory / make_owned_name(_SAVING_PREFIX)
     io.mkdir(temporary)
     return temporary, newest + 1

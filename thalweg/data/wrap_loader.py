@@ -39,16 +39,14 @@ class PassthroughLoader(PositionedLoader):
         skip = self.position
         generator = getattr(self.loader, "generator", None) or torch.default_generator
         current = generator.get_state()
-        began = self._rng if skip and self._rng is not None else current
-        self._rng = began
+        began = self._rng = self._rng if skip and self._rng is not None else current
         if getattr(self.loader, "persistent_workers", False) and self.loader._iterator is None:
             # Before the order torch draws the workers' seed, for the pass that makes them alone.
             if skip:
                 iter(self.loader)
             else:
-                ahead = generator.clone_state()
-                torch.empty((), dtype=torch.int64).random_(generator=ahead)
-                self._rng = ahead.get_state()
+                torch.empty((), dtype=torch.int64).random_(generator=generator)
+                self._rng = generator.get_state()
         generator.set_state(began)
         batches = iter(self.loader)
         for _ in range(skip):

@@ -41,6 +41,8 @@ def bind_listener(addr: str, port: int, *, multi_node: bool, allow_foreign: bool
     Raises:
         OSError: the name is unknown (``socket.gaierror``), the port taken, or the address another host's.
     """
+    if multi_node and "KUBERNETES_SERVICE_HOST" in os.environ:
+        wait_until(lambda: _is_known(addr), 60.0, interval=0.5)  # a pod's own name comes into the DNS after the pod
     found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, proto, _, address = found[0]
     listener = socket.socket(family, kind, proto)
@@ -58,6 +60,13 @@ def bind_listener(addr: str, port: int, *, multi_node: bool, allow_foreign: bool
         listener.close()
         raise
     return listener
+
+
+def _is_known(addr: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(addr, None))
+    except socket.gaierror:
+        return False
 
 
 def serve_store(listener: socket.socket, timeout: float) -> TCPStore:
