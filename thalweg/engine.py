@@ -228,7 +228,7 @@ class Engine(nn.Module):
         except BaseException:
             self._components.sharded.reset_iteration_state()
             if backward:
-                self.zero_grad()
+                Engine.zero_grad(self)  # under the alias the public one lets the window go on
             raise
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -309,6 +309,9 @@ class Engine(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients and begin a new window."""
         self._window.restart()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         if self.optimizer is None:
             self._window.discard()
             self.module.zero_grad(set_to_none=True)
@@ -667,7 +670,7 @@ class Engine(nn.Module):
                 "custom_load_fn is not supported: tensors are read one by one into this layout's shards, so there is "
                 "no whole state dict to hand to it; thalweg.checkpoint.Checkpoint.open(DIR).read(NAME) reads a tensor"
             )
-        self.zero_grad()
+        Engine.zero_grad(self)
         self._batch_feed.rewind()
         what = {"load_optimizer": load_optimizer_states, "load_lr_scheduler": load_lr_scheduler_states}
         return self._training_state.load(load_dir, tag, strict=load_module_strict, module_only=load_module_only, **what)
@@ -691,7 +694,7 @@ class Engine(nn.Module):
         Raises:
             CheckpointError: an asynchronous save has failed, and nobody was told yet.
         """
-        self.zero_grad()
+        Engine.zero_grad(self)
         if self._config.comms_logger.enabled:
             _log.info("communication\n%s", self.log_communication())
         for listener in self._window.listeners:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from functools import partial
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,20 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
+from torch.utils.data import DataLoader
 
+import thalweg.compat.deepspeed.engine as engine_module
+import thalweg.data.loader as loader_module
 from tests.harness import run_ranks
 from tests.marks import nightly
 from tests.unit.infer_models import tiny_decoder
 from thalweg.compat.deepspeed.config import translate_config
 from thalweg.compat.deepspeed.initialization import initialize
+from thalweg.compat.deepspeed.moe import DeepSpeedMoE
+from thalweg.compat.deepspeed.pipeline import DeepSpeedPipelineModule
 from thalweg.config import ConfigError
+from thalweg.data.repeating_loader import RepeatingLoader
+from thalweg.pipe import LayerSpec
 from thalweg.zero.whole_tensors import gather_state_dict
 
 
@@ -277,6 +286,49 @@ def test_a_checkpoint_becomes_files_as_transformers_has_them(tmp_path: Path) -> 
         convert(tmp_path / "trained", exclude_frozen_parameters=True)
 
 
+def _state_of_one_rank(rank: int, world: int, folder: str) -> None:
+    """Right after an update, as where the first rank writes a file; with tags that are numbers, 0 among them."""
+    sections = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1, "log_level": "error"}
+    sections["optimizer"] = {"type": "SGD", "params": {"lr": 1.0}}
+    for stage, moe in ((0, False), (1, False), (2, False), (3, False), (0, True), (1, True)):
+        torch.manual_seed(0)
+        layer: Any = DeepSpeedMoE(4, nn.Linear(4, 4), num_experts=2, ep_size=2, k=1) if moe else nn.Linear(4, 4)
+        frozen = nn.Linear(4, 4).requires_grad_(False)
+        config = {
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+            **sections,
+        }
+        engine = initialize(model=nn.Sequential(frozen, layer), config=config)[0]
+        for _ in range(2):
+            hidden = engine(torch.randn(1, 4).bfloat16())
+            engine.backward((hidden[0] if moe else hidden).sum())
+            engine.step()
+        state, trained = None, None
+        if stage == 3 or moe or rank == 0:
+            state = engine.module_state_dict(prefix="net.")
+            trained = engine.module_state_dict(exclude_frozen_parameters=True)
+        torch.distributed.barrier()
+        expected = engine.state_dict()
+        if state is not None:
+            assert trained is not None and trained.keys() == {name for name in expected if not name.startswith("0.")}
+            assert state.keys() == {f"net.{name}" for name in expected}
+            for name, value in expected.items():
+                shown = state[f"net.{name}"]
+                assert shown.dtype == (value.dtype if stage == 3 or moe else torch.bfloat16)
+                assert torch.equal(shown.to(value.dtype), value.to(shown.dtype).to(value.dtype)), (stage, name)
+        saved = engine.save_checkpoint(f"{folder}/{stage}{moe}", tag=0)
+        assert saved.name == "0" and engine.load_checkpoint(f"{folder}/{stage}{moe}", tag=0)[0] == str(saved)
+        with pytest.raises(ValueError, match="tag"):
+            engine.save_checkpoint(f"{folder}/{stage}{moe}", tag="")
+        engine.close()
+
+
+def test_one_rank_may_read_what_it_has_of_the_model(tmp_path: Path) -> None:
+    """``module_state_dict()`` is collective only where ranks hold parts of tensors."""
+    run_ranks(_state_of_one_rank, 2, str(tmp_path))
+
+
 def _save_under_own_tag(rank: int, world: int, folder: str) -> list[str]:
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
     found = []
@@ -526,9 +578,6 @@ def test_a_timer_leaves_out_the_first_updates(monkeypatch: pytest.MonkeyPatch) -
 
 
 def _pipeline(rank: int, world: int) -> dict[str, Any]:
-    from thalweg.compat.deepspeed.pipeline import DeepSpeedPipelineModule
-    from thalweg.pipe import LayerSpec
-
     def build(**options: Any) -> Any:
         layers = [LayerSpec(nn.Linear, 2, 2, bias=False), LayerSpec(nn.Linear, 2, 4), nn.Linear(4, 2), torch.sum]
         return DeepSpeedPipelineModule(layers, num_stages=2, partition_method="uniform", **options)
@@ -557,6 +606,149 @@ def test_a_pipeline_is_cut_as_its_module_is_made() -> None:
     names = ["layers.0.weight", "layers.1.weight", "layers.1.bias", "layers.2.weight", "layers.2.bias"]
     for found, local in zip(run_ranks(_pipeline, 2), (names[:3], names[3:]), strict=True):
         assert found == {"local": local, "moved": names, "values": first}
+
+
+def _pass_over(loader: Any, num_batches: int) -> Iterator[Any]:
+    """The rest of the first epoch that has more batches than are to be passed over, counted from the first pass on."""
+    passed = 0
+    while passed <= num_batches:
+        for batch in loader:
+            passed += 1
+            if passed > num_batches:
+                yield batch
+
+
+# How a program comes to the batches that it has not seen, of which an epoch has ``size``.
+WAYS_ON: dict[str, Any] = {
+    "as the loader stands": lambda loader, size, epochs, seen: loader,
+    "passes over in the epoch": lambda loader, size, epochs, seen: _pass_over(loader, seen),
+    "passes over all": lambda loader, size, epochs, seen: _pass_over(loader, size * epochs + seen),
+    "repeats": lambda loader, size, epochs, seen: islice(
+        RepeatingLoader(loader), size * epochs + seen, size * (epochs + 1 + seen // size)
+    ),
+}
+
+
+def _resumed_data(rank: int, world: int, folder: str) -> tuple[dict[Any, list[int]], list[str], list[int]]:
+    """What is trained on from the epoch of the save on, by how the program goes on; warnings; and of other data."""
+
+    def build(data: Any, **keys: Any) -> tuple[Any, Any]:
+        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 1e-3}}, **keys}
+        engine, _, loader, _ = initialize(model=nn.Linear(1, 1), config=config, training_data=data)
+        return engine, loader
+
+    def train(engine: Any, batches: Any) -> list[int]:
+        seen = []
+        for batch in batches:
+            engine.backward(engine(batch).sum())
+            engine.step()
+            seen += batch.flatten().int().tolist()
+        return seen
+
+    data, size = [torch.full((1,), float(i)) for i in range(12)], 6 // world
+    kinds = {"dataset": data} if world > 1 else {"dataset": data, "own loader": DataLoader(data, 2, shuffle=True)}
+    found, warnings = {}, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader_module._log, "warning", lambda text, *_: warnings.append(text))
+        patch.setattr(engine_module.logger, "warning", lambda text, *_: warnings.append(text))
+        for (kind, given), epochs, seen in product(kinds.items(), (0, 1), (1, 2, size)):
+            engine, loader = build(given)
+            for _ in range(epochs):
+                train(engine, loader)
+            before = train(engine, islice(loader, seen))
+            engine.save_checkpoint(folder, f"{kind}-{epochs}-{seen}")
+            for way, take in WAYS_ON.items():
+                torch.manual_seed(seen)
+                engine, loader = build(given)
+                engine.load_checkpoint(folder, f"{kind}-{epochs}-{seen}")
+                warnings.clear()
+                after = train(engine, take(loader, size, epochs, seen))
+                found[kind, epochs, seen, way] = after if seen == size else before + after
+                assert len(warnings) == (seen < size and way != "as the loader stands")
+                engine.close()
+        engine, loader = build(data)
+        engine.load_checkpoint(folder, "dataset-0-1")
+        ahead = train(engine, list(loader))
+        engine, loader = build(data + data)
+        warnings.clear()
+        engine.load_checkpoint(folder, "dataset-1-2")
+        other = train(engine, loader)
+    return {**found, "ahead": ahead}, warnings, other
+
+
+def _resumed_pipeline(rank: int, world: int, folder: str) -> list[list[float]]:
+    """Inputs of the two windows after a save behind the first, and with it passed over; micro-batches come in twos."""
+    taken: list[float] = []
+
+    def build() -> tuple[Any, Any]:
+        model = DeepSpeedPipelineModule([LayerSpec(nn.Linear, 1, 1)], num_stages=1, loss_fn=nn.functional.mse_loss)
+        optimizer = {"type": "SGD", "params": {"lr": 1e-3}}
+        config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "optimizer": optimizer}
+        data = [(torch.full((1,), float(i)), torch.zeros(1)) for i in range(6)]
+        engine, _, loader, _ = initialize(model=model, config=config, training_data=data)
+        engine.set_batch_fn(lambda batch: taken.append(batch[0].item()) or batch)
+        return engine, iter(RepeatingLoader(loader))
+
+    engine, batches = build()
+    for _ in range(3):
+        engine.train_batch(batches)
+        if not Path(folder, "latest").exists():
+            engine.save_checkpoint(folder)
+    found = [taken[2:]]
+    for num_passed in (0, 2):
+        engine, batches = build()
+        engine.load_checkpoint(folder)
+        for _ in range(num_passed):
+            next(batches)
+        taken.clear()
+        engine.train_batch(batches)
+        engine.train_batch(batches)
+        found.append([*taken])
+        engine.close()
+    return found
+
+
+def test_a_resumed_pipeline_takes_its_window_from_where_the_data_stand(tmp_path: Path) -> None:
+    ((uninterrupted, resumed, passed_over),) = run_ranks(_resumed_pipeline, 1, str(tmp_path))
+    assert resumed == passed_over == uninterrupted and len({*resumed}) == 4
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_resumed_program_sees_each_sample_of_the_epoch_once(world: int, tmp_path: Path) -> None:
+    """Whether it relies on the loader's place, or passes over what it has seen as DeepSpeed's programs must."""
+    ranks = run_ranks(_resumed_data, world, str(tmp_path))
+    found = {key: sorted(sample for rank in ranks for sample in rank[0][key]) for key in ranks[0][0]}
+    ahead = found.pop("ahead")
+    assert found == {key: list(range(12)) for key in found}
+    assert len(ahead) == 12 and len({*ahead}) == 12 - 2 * world, "read ahead: all but the batch before the save"
+    for _, warnings, _ in ranks:
+        assert warnings == ["as with DeepSpeed the data begin at their start: %s"], "other data"
+    assert sorted(sample for rank in ranks for sample in rank[2]) == sorted([*range(12)] * 2)
+
+
+def _cleared_in_each_micro_batch(rank: int, world: int) -> list[tuple[int, int, float]]:
+    found = []
+    for clears in (True, False):
+        config = {
+            "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2},
+            "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "gradient_clipping": 0.0,
+        }  # fmt: skip
+        engine = initialize(model=nn.Linear(1, 1, bias=False), config=config)[0]
+        before = engine.state_dict()["weight"].item()
+        for value in (1.0, 3.0, 5.0, 7.0):
+            if clears:
+                engine.zero_grad()
+            engine.backward(engine(torch.full((1, 1), value)).sum())
+            engine.step()
+        found.append((engine.global_steps, engine.micro_steps, before - engine.state_dict()["weight"].item()))
+        engine.close()
+    return found
+
+
+def test_gradients_may_be_cleared_in_each_micro_batch() -> None:
+    """As a loop of plain PyTorch does: the count goes on, and what the last micro-batch adds is updated with."""
+    for found in run_ranks(_cleared_in_each_micro_batch, 2):
+        assert found == [(2, 4, pytest.approx((3 + 7) / 2)), (2, 4, pytest.approx((1 + 3 + 5 + 7) / 2))]
 
 
 def _updates_of_epochs(rank: int, world: int) -> dict[str, int]:

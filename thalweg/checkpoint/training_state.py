@@ -37,6 +37,7 @@ class TrainingState:
 
     def __init__(self, components: Components, config: Config, loader: Any, counters: Any) -> None:
         self.components, self.config, self.loader, self.counters = components, config, loader, counters
+        self.load_position = getattr(loader, "load_state_dict", None)
         self.background = BackgroundSave()
         self._known: list[tuple[str | Path, str]] = []  # folder and tag of what was saved or loaded, the newest last
         self._num_rewinds = 0  # since something was saved
@@ -60,7 +61,7 @@ class TrainingState:
         self.background.wait()
         components, keep_latest_k = self.components, self.config.checkpoint.keep
         module, optimizer, naming = components.module, components.optimizer, components.param_naming
-        tag = self._agree_on_tag(str(tag or f"global_step{self.counters.global_steps}"))
+        tag = self._agree_on_tag(str(f"global_step{self.counters.global_steps}" if tag is None else tag))
         self._finalize()
         if self.config.health.replica_check_steps:
             check_replicas(components.sharded, components.meshes.world_group, f"before checkpoint {tag}")
@@ -108,10 +109,10 @@ class TrainingState:
             if components.optimizer is not None:
                 components.optimizer.settle()
             optimizer = components.optimizer if load_optimizer and not module_only else None
-            if not (module_only or rewinds) and hasattr(self.loader, "load_state_dict"):
+            if not (module_only or rewinds) and self.load_position is not None:
                 position = checkpoint.state.get(_KEY, {}).get("loader")  # first, as it may refuse
                 if position:
-                    self.loader.load_state_dict(position)
+                    self.load_position(position)
             state = restore_module(
                 checkpoint,
                 components.module,

@@ -72,12 +72,44 @@ class ShardedIterableDataset(IterableDataset):
 class PositionedLoader:
     """A loader that counts what it hands over: ``epoch`` is that of the next batch, ``position`` how far it is in it.
 
-    ``num_handed_over``: batches so far, whatever epoch they belong to.
+    ``num_handed_over``: batches so far, whatever epoch they belong to.  ``is_in_use``: False between a resume and the
+    first training of a program that may pass over by itself what it has seen; see :meth:`_iter_unsure`.
     """
 
     def __init__(self) -> None:
         self.epoch = self.position = self.num_handed_over = 0
-        self._started = False
+        self._started, self.is_in_use = False, True
+
+    def __iter__(self) -> Iterator[Any]:
+        self._begin_pass()
+        return self._iter_pass() if self.is_in_use else self._iter_unsure()
+
+    def _iter_pass(self) -> Iterator[Any]:
+        """The batches from ``position`` to the end of ``epoch``."""
+        raise NotImplementedError
+
+    def _iter_unsure(self) -> Iterator[Any]:
+        """A resumed pass of a program that goes on with the data, or first takes as many batches as it has seen.
+
+        Only batches that the model is trained on matter.  So the first is the one that comes next.  If another is asked
+        for before any training, the program passes batches over and counts them from the epoch's start, and so does
+        this: what it trains on first is again the one that comes next.
+        """
+        epoch, position, batches = self.epoch, self.position, self._iter_pass()
+        first = list(islice(batches, 1))
+        yield from first
+        if first and not self.is_in_use:
+            if position:
+                _log.warning(
+                    "batches are taken before any training since the load: as DeepSpeed's they count from the start of "
+                    "epoch %d, for a program that passes over what it has seen. One that only reads ahead sees samples "
+                    "again: let it set engine.training_dataloader.is_in_use = True after the load", epoch
+                )  # fmt: skip
+            self.position, self._started = 0, False
+            batches = islice(self._iter_pass(), 1, None)
+        yield from batches
+        if first and not self.is_in_use:  # all was passed over: the program counts through the epochs before this one
+            self.epoch, self.position, self._started = epoch, 0, False
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass that of ``epoch``, from its start.
@@ -177,8 +209,7 @@ class StatefulLoader(PositionedLoader):
         self.epoch, self.position, self._started = int(state["epoch"]), int(state["position"]), False
         self.at_epoch_end = False
 
-    def __iter__(self) -> Iterator[Any]:
-        self._begin_pass()
+    def _iter_pass(self) -> Iterator[Any]:
         self._pass_number += 1
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)

@@ -31,15 +31,14 @@ class PassthroughLoader(PositionedLoader):
     def __len__(self) -> int:
         return len(self.loader)
 
-    def __iter__(self) -> Iterator[Any]:
-        self._begin_pass()
+    def _iter_pass(self) -> Iterator[Any]:
         for component in (getattr(self.loader, "sampler", None), getattr(self.loader, "dataset", None)):
             if hasattr(component, "set_epoch"):
                 component.set_epoch(self.epoch)  # pyright: ignore[reportOptionalMemberAccess]
         skip = self.position
         generator = getattr(self.loader, "generator", None) or torch.default_generator
         current = generator.get_state()
-        began = self._rng = self._rng if skip and self._rng is not None else current
+        began = self._rng = self._rng if (skip or not self.is_in_use) and self._rng is not None else current
         if getattr(self.loader, "persistent_workers", False) and self.loader._iterator is None:
             # Before the order torch draws the workers' seed, for the pass that makes them alone.
             if skip:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import thalweg
@@ -33,7 +34,7 @@ from thalweg.compat.deepspeed.timers import ThroughputTimer
 from thalweg.config import Config
 from thalweg.config.schema.base import get_by_path, replace_by_path
 from thalweg.data.engine_loader import build_engine_loader
-from thalweg.data.loader import build_loader
+from thalweg.data.loader import PositionedLoader, build_loader
 from thalweg.data.repeating_loader import RepeatingLoader
 from thalweg.engine import Engine
 from thalweg.nn.layer_drop import ProgressiveLayerDrop
@@ -59,6 +60,9 @@ class DeepSpeedEngine(Engine):
         super().__init__(components, config, loader)
         self._raw_config: dict[str, Any] = {}
         self._batch_feed.ends_windows = False  # one goes on with the next epoch's batches
+        self._loader = PositionedLoader() if loader is None else loader
+        self._training_state.load_position = None if loader is None else self._load_position
+        self.set_batch_fn(lambda batch: batch)
         self.is_compiled, self._last_save_dir = False, ""
         self.collate_fn: Callable[..., Any] | None = None  # of initialize()
         self._data_iterator: Iterator[Any] | None = None
@@ -114,6 +118,10 @@ class DeepSpeedEngine(Engine):
         except OSError as error:
             logger.info("%s cannot be made executable (%s): run it as `python %s`", dst, error, dst)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients at hand; the window goes on, so that a call in each micro-batch prevents no update."""
+        self._drop_gradients()
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes within keep their gradients on this rank; no step and no other such block goes there."""
@@ -134,6 +142,7 @@ class DeepSpeedEngine(Engine):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; in training a micro-batch begins for :attr:`tput_timer`."""
         if self.training:
+            self._loader.is_in_use = True
             self.tput_timer.start()
         elif self.is_whole_in_eval:
             kwargs[SEQUENCE_META_KEY] = SequenceMeta(is_whole=True)
@@ -159,13 +168,26 @@ class DeepSpeedEngine(Engine):
         """The same, of a loader that begins anew when it ends."""
         self._data_iterator = iter(RepeatingLoader(loader))
 
+    def _load_position(self, position: dict[str, Any]) -> None:
+        """Bring the loader where a checkpoint's was; DeepSpeed saves no such place, so other data may be given now."""
+        try:
+            self._loader.load_state_dict(position)
+            self._loader.is_in_use = False
+        except ValueError as error:
+            logger.warning("as with DeepSpeed the data begin at their start: %s", error)
+
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Train on one window of micro-batches."""
         return super().train_batch(self._data_iterator if data_iter is None else data_iter)
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """What makes a micro-batch, a tuple of inputs and labels, of what an iterator gives."""
-        self._batch_feed.batch_fn = fn
+
+        def take(batch: Any) -> Any:
+            self._loader.is_in_use |= self.training  # a pipeline takes several before it runs
+            return fn(batch)
+
+        self._batch_feed.batch_fn = take
 
     def eval_batch(  # type: ignore[override]
         self, data_iter: Iterator[Any] | None = None, return_logits: bool = False, compute_loss: bool = True,
@@ -304,10 +326,16 @@ class DeepSpeedEngine(Engine):
         """Ranks that share a sequence."""
         return 1 if self.meshes.sequence is None else self.meshes.sequence.size()
 
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The model's whole tensors; collective."""
-        frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
-        state = self.state_dict()
+    def module_state_dict(
+        self, prefix: str = "", keep_vars: bool = False, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any]:
+        """The model's own tensors, on this rank alone; where ranks hold parts of them (stage 3, tensor parallelism,
+        pipelines), whole copies on the CPU: then collective."""
+        self.reload_states()
+        state = self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+        if self._components.runner is not None or any(isinstance(value, DTensor) for value in state.values()):
+            state = {prefix + name: value for name, value in self.state_dict().items()}
+        frozen = {prefix + name for name, param in self.module.named_parameters() if not param.requires_grad}
         return {name: v for name, v in state.items() if not (exclude_frozen_parameters and name in frozen)}
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **_: Any) -> None:
