@@ -246,6 +246,14 @@ def test_what_huggingface_hands_over() -> None:
     assert AUTO not in str(config.optimizer)
 
 
+def test_phases_that_are_timed_are_shown() -> None:
+    """In each step's line, where the config does not say which steps have one."""
+    for keys, every in (({}, 1), ({"steps_per_print": 5}, 5), ({"steps_per_print": 0}, 0)):
+        config = resolve(load({"train_batch_size": 2, "wall_clock_breakdown": True, **keys}), world_size=1)
+        assert config.steps_per_print == every
+    assert resolve(load({"train_batch_size": 2}), world_size=1).steps_per_print is None
+
+
 SWITCHED_ON_BY_PRESENCE = ("weight_quantization.",)
 
 

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from thalweg.config import load
-from thalweg.observe.console_writer import ConsoleWriter
+from thalweg.observe.console_writer import ConsoleWriter, format_record
 from thalweg.observe.flops import flops_per_token, resident_mib
 from thalweg.observe.recorder import Recorder, build_recorder
 from thalweg.observe.step_record import MissingPackageError, StepRecord
@@ -152,6 +152,12 @@ def test_plain_console_prints_the_step_it_stopped_at(capfd):
     assert "skipped" in err
 
 
+def test_a_record_tells_its_phases():
+    assert format_record(record(1, phases={"forward": 0.5, "step": 0.25})).endswith(
+        " | forward 500.0 ms | step 250.0 ms"
+    )
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -216,18 +222,25 @@ def test_a_missing_package_is_named_on_every_rank(tmp_path, monkeypatch, rank):
 
 
 def test_wandb_gets_every_step_through_its_own_interface(tmp_path, monkeypatch):
+    """Rows say their steps themselves: W&B drops one whose ``step=`` is below the last, and events count samples."""
     calls: list[tuple] = []
-    run = SimpleNamespace(log=lambda row, step: calls.append((step, row)), finish=lambda: calls.append(("finish",)))
+    run = SimpleNamespace(
+        log=lambda row: calls.append((row.pop("step"), row)),
+        finish=lambda: calls.append(("finish",)),
+        define_metric=lambda name, step_metric: calls.append((name, step_metric)),
+    )
     fake = SimpleNamespace(init=lambda **kw: calls.append(("init", kw)) or run, __spec__=object())
     monkeypatch.setitem(sys.modules, "wandb", fake)
     with contextlib.closing(build_recorder(config(tmp_path, "wandb"), rank=0)) as recorder:
         recorder.step(record(1))
-        recorder.metric("eval/loss", 2.0, 1)
+        recorder.metric("eval/loss", 2.0, 16)
         recorder.text("eval/sample", "**a** b", 1)
-    assert [call[0] for call in calls] == ["init", 1, 1, 1, "finish"]
-    assert calls[3][1] == {"eval/sample": "**a** b"}
-    assert calls[1][1]["train/loss"] == 9.0
-    assert calls[2][1] == {"eval/loss": 2.0}
+        recorder.step(record(2))
+    assert [call[0] for call in calls] == ["init", "*", 1, 16, 1, 2, "finish"]
+    assert calls[1] == ("*", "step")
+    assert calls[4][1] == {"eval/sample": "**a** b"}
+    assert calls[2][1]["train/loss"] == 9.0 and calls[5][1].keys() == calls[2][1].keys()
+    assert calls[3][1] == {"eval/loss": 2.0}
 
 
 def test_comet_gets_every_step_through_its_own_interface(tmp_path, monkeypatch):

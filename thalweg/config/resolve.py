@@ -80,6 +80,8 @@ def try_resolve(
     values, reasons, problems = resolve_batch_sizes(config, world_size)
     unknown_batch = any(path in _BATCH_PATHS for path in skipped)
     problems = [p for p in problems if not unknown_batch and not any(is_under(path, p.path) for path in skipped)]
+    if config.wall_clock_breakdown and config.steps_per_print is None:
+        values["steps_per_print"], reasons["steps_per_print"] = 1, "wall_clock_breakdown is shown there"
     reasons["data_parallel_size"] = f"what the other axes leave of {world_size} rank{'s' if world_size > 1 else ''}"
     resolved: Any = replace_by_path(config, values)
     hidden_size = model.hidden_size if model else None

@@ -30,7 +30,7 @@ def format_record(record: StepRecord) -> str:
         fields.append(f"scale {record.loss_scale:g}")
     if record.skipped:
         fields.append("skipped: non-finite gradients")
-    return " | ".join(fields)
+    return " | ".join(fields + [f"{name} {seconds * 1e3:.1f} ms" for name, seconds in record.phases.items()])
 
 
 class ConsoleWriter:
@@ -81,8 +81,7 @@ class ConsoleWriter:
 
     def _write_record(self, record: StepRecord) -> None:
         total = "" if self._total_steps is None else f"/{self._total_steps}"
-        phases = "".join(f" | {name} {seconds * 1e3:.1f} ms" for name, seconds in record.phases.items())
-        self._write_line(f"step {record.step}{total}: {format_record(record)}{phases}")
+        self._write_line(f"step {record.step}{total}: {format_record(record)}")
         self._unprinted_record = None
 
     def _write_line(self, text: str) -> None:

@@ -153,21 +153,26 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """The same names, sent to a Weights & Biases run."""
+    """The same names, sent to a Weights & Biases run.
+
+    It passes over a row whose ``step=`` is below the last one, and a program may count its own in samples: so each row
+    says its step itself.
+    """
 
     def __init__(self, *, project: str | None, group: str | None, team: str | None) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
         self._run = wandb.init(project=project, group=group, entity=team, resume="allow")
+        self._run.define_metric("*", step_metric="step")
 
     def step(self, record: StepRecord) -> None:
-        self._run.log(_to_scalars(record), step=record.step)
+        self._run.log({**_to_scalars(record), "step": record.step})
 
     def metric(self, name: str, value: float, step: int) -> None:
-        self._run.log({name: value}, step=step)
+        self._run.log({name: value, "step": step})
 
     def text(self, name: str, text: str, step: int) -> None:
-        self._run.log({name: text}, step=step)
+        self._run.log({name: text, "step": step})
 
     def close(self) -> None:
         self._run.finish()
