@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.utils.data import DataLoader
 
+import thalweg
 import thalweg.compat.deepspeed.engine as engine_module
 import thalweg.data.loader as loader_module
 from tests.harness import run_ranks
@@ -26,7 +27,7 @@ from thalweg.compat.deepspeed.moe import DeepSpeedMoE
 from thalweg.compat.deepspeed.pipeline import DeepSpeedPipelineModule
 from thalweg.config import ConfigError
 from thalweg.data.repeating_loader import RepeatingLoader
-from thalweg.pipe import LayerSpec
+from thalweg.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from thalweg.zero.whole_tensors import gather_state_dict
 
 
@@ -580,7 +581,7 @@ def test_a_timer_leaves_out_the_first_updates(monkeypatch: pytest.MonkeyPatch) -
 def _pipeline(rank: int, world: int) -> dict[str, Any]:
     def build(**options: Any) -> Any:
         layers = [LayerSpec(nn.Linear, 2, 2, bias=False), LayerSpec(nn.Linear, 2, 4), nn.Linear(4, 2), torch.sum]
-        return DeepSpeedPipelineModule(layers, num_stages=2, partition_method="uniform", **options)
+        return DeepSpeedPipelineModule(layers, num_stages=2, partition_method="uniform", base_seed=1234, **options)
 
     config = {"train_batch_size": 1, "gradient_clipping": 0.0}
     net = build()
@@ -601,7 +602,7 @@ def _pipeline(rank: int, world: int) -> dict[str, Any]:
 
 def test_a_pipeline_is_cut_as_its_module_is_made() -> None:
     """An optimizer can be made of a rank's layers before ``initialize()``, and trains them."""
-    torch.manual_seed(1234)  # base_seed of layer 0
+    torch.manual_seed(1234)  # of layer 0
     first = nn.Linear(2, 2, bias=False).weight.tolist()
     names = ["layers.0.weight", "layers.1.weight", "layers.1.bias", "layers.2.weight", "layers.2.bias"]
     for found, local in zip(run_ranks(_pipeline, 2), (names[:3], names[3:]), strict=True):
@@ -751,9 +752,37 @@ def test_gradients_may_be_cleared_in_each_micro_batch() -> None:
         assert found == [(2, 4, pytest.approx((3 + 7) / 2)), (2, 4, pytest.approx((1 + 3 + 5 + 7) / 2))]
 
 
-def _updates_of_epochs(rank: int, world: int) -> dict[str, int]:
-    import thalweg
+def _first_weights(rank: int, world: int) -> list[dict[str, list[float]]]:
+    """Of each seed of the program, which ranks do not share: the weights before training."""
+    found = []
+    for make, start in ((PipelineModule, thalweg.initialize), (DeepSpeedPipelineModule, initialize)):
+        for seed, stages in ((1, 2), (2, 2), (1, 1), (1, 2)):
+            torch.manual_seed(seed + 100 * rank)
+            layers = [*(LayerSpec(nn.Linear, 2, 2, bias=False) for _ in range(3))]
+            tied = TiedLayerSpec("tied", nn.Linear, 2, 2, bias=False, tied_weight_attr="weight")
+            model = make([tied, *layers, tied], num_stages=stages, loss_fn=nn.functional.mse_loss)
+            config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+            engine = start(model=model, config=config)[0]
+            here = {name: param.flatten().tolist() for name, param in engine.module.state_dict().items()}
+            whole = {name: value.flatten().tolist() for name, value in engine.state_dict().items()}
+            assert here.items() <= whole.items() and (stages > 1 or here == whole)
+            found.append(whole)
+            engine.close()
+    return found
 
+
+def test_the_layers_of_a_pipeline_follow_the_programs_seed() -> None:
+    """That of the first rank: replicas and tied layers are alike.  No layer of one seed is another one of the next."""
+    first, second = run_ranks(_first_weights, 2)
+    assert first == second
+    one, two, alone, again = first[:4]
+    assert one == alone == again and first[4:] == first[:4]
+    assert one["layers.0.weight"] == one["layers.4.weight"]
+    values = [*one.values(), *two.values()]
+    assert len({tuple(value) for value in values}) == 8 and len(values) == 10
+
+
+def _updates_of_epochs(rank: int, world: int) -> dict[str, int]:
     found = {}
     config = {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4,

@@ -66,7 +66,7 @@ def tied_layers(num: int = 4, **kwargs: Any) -> PipelineModule:
         *(LayerSpec(ResidualBlock, i) for i in range(num)),
         TiedLayerSpec("embed", Embed, forward_fn=tied_head),
     ]
-    return PipelineModule(layers, loss_fn=token_loss, **kwargs)
+    return PipelineModule(layers, loss_fn=token_loss, base_seed=1234, **kwargs)
 
 
 class MoEBlock(nn.Module):
@@ -92,7 +92,7 @@ def expert_layers() -> PipelineModule:
         *(LayerSpec(kind) for kind in (ResidualBlock, MoEBlock, ResidualBlock, MoEBlock)),
         TiedLayerSpec("embed", Embed, forward_fn=tied_head),
     ]
-    return PipelineModule(layers, loss_fn=token_loss, partition_method="uniform")
+    return PipelineModule(layers, loss_fn=token_loss, base_seed=1234, partition_method="uniform")
 
 
 def merge_stages(model: PipelineModule) -> nn.Module:
@@ -121,7 +121,7 @@ def in_place_layers() -> PipelineModule:
         lambda x: (x, 0),
         TiedLayerSpec("embed", Embed, forward_fn=tied_head),
     ]
-    return PipelineModule(layers, loss_fn=token_loss, partition_method="type:InPlace|Embed")
+    return PipelineModule(layers, loss_fn=token_loss, base_seed=1234, partition_method="type:InPlace|Embed")
 
 
 def half_frozen() -> nn.Module:
@@ -153,7 +153,7 @@ def attention_layers(**kwargs: Any) -> PipelineModule:
         lambda x: (x, 0),
         TiedLayerSpec("embed", Embed, forward_fn=tied_head),
     ]
-    return PipelineModule(layers, loss_fn=token_loss, **kwargs)
+    return PipelineModule(layers, loss_fn=token_loss, base_seed=1234, **kwargs)
 
 
 @dataclass(frozen=True)

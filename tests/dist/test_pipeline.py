@@ -52,7 +52,7 @@ def micro_batches(num: int, seed: int = 0):
 
 def reference(num_layers: int, num_micro: int, factor: float = 1.0):
     """Losses and gradients of one process."""
-    model = PipelineModule(layers(num_layers), loss_fn=F.mse_loss)
+    model = PipelineModule(layers(num_layers), loss_fn=F.mse_loss, base_seed=1234)
     whole = LocalLayers(model.specs, model.build_layers(range(num_layers + 1)))
     losses = []
     for x, y in micro_batches(num_micro):
@@ -64,7 +64,7 @@ def reference(num_layers: int, num_micro: int, factor: float = 1.0):
 
 def _run(rank, world, name, num_layers, num_micro, chunks):
     schedule: PipelineSchedule = build_schedule(name, world, num_micro, num_virtual_stages=chunks)
-    model = PipelineModule(layers(num_layers), loss_fn=F.mse_loss)
+    model = PipelineModule(layers(num_layers), loss_fn=F.mse_loss, base_seed=1234)
     cuts = model.partition_layers(schedule.num_stages)
     mine = {s: LocalLayers(model.specs, model.build_layers(list(cuts[s]))) for s in schedule.stages_on_rank(rank)}
 

@@ -16,11 +16,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from thalweg.parallel.pipeline.partition import partition_balanced
 from thalweg.parallel.sequence.pipeline_layers import LayerSequenceParallel
+from thalweg.parallel_dims import control_group
 
 LayerLike = Any  # LayerSpec | nn.Module | Callable
 _preserve_rng = partial(torch.random.fork_rng, devices=[])
@@ -90,9 +92,10 @@ class PipelineModule(_RecomputedLayers):
             has parameters.
         activation_checkpoint_func: ``activation_checkpoint_func(function, *args)``, which recomputes.
         seed_layers, base_seed: give every layer a seed of its own before it is built, so that
-            its values depend on neither the cut nor the rank.
+            its values depend on neither the cut nor the rank.  By default they follow from the program's
+            ``torch.manual_seed``, of rank 0.
 
-    Constructing it builds nothing of a ``LayerSpec``: :meth:`build_stages` does, on each rank.
+    Constructing it builds nothing of a ``LayerSpec``: :meth:`build_layers` does, on each rank.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class PipelineModule(_RecomputedLayers):
         loss_fn: Callable[..., Tensor] | None = None,
         seed_layers: bool = True,
         seed_fn: Callable[[int], None] | None = None,
-        base_seed: int = 1234,
+        base_seed: int | None = None,
         partition_method: str = "parameters",
         activation_checkpoint_interval: int = 0,
         activation_checkpoint_func: Callable[..., Any] | None = None,
@@ -120,7 +123,7 @@ class PipelineModule(_RecomputedLayers):
         self.checkpointable_layers = tuple(checkpointable_layers or ())
         if activation_checkpoint_func is not None:
             self.activation_checkpoint_func = activation_checkpoint_func
-        self._seed_options = (base_seed if seed_layers else None, seed_fn)
+        self._seed_layers, self._base_seed, self._seed_fn = seed_layers, base_seed, seed_fn or torch.manual_seed
         # So that an optimizer can be made of layers that exist.
         self.layers = nn.ModuleDict({str(i): s for i, s in enumerate(layers) if isinstance(s, nn.Module)})
         self._layer_costs()  # complain about the method now
@@ -156,8 +159,12 @@ class PipelineModule(_RecomputedLayers):
         return sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
 
     def build_layers(self, indices: Sequence[int]) -> dict[int, Any]:
-        """Build the layers of these indices; tied ones among them share their weight."""
-        base_seed, seed_fn = self._seed_options
+        """Build the layers of these indices; tied ones among them share their weight.  The first call is collective."""
+        if self._base_seed is None:
+            seed = torch.tensor(torch.initial_seed() % 2**31)
+            if dist.is_initialized():  # ranks may be seeded apart, and replicas and tied layers must be alike
+                dist.broadcast(seed, 0, group=control_group(None))
+            self._base_seed = seed.item() * 1_000_003 % 2**31  # or one seed's second layer were the next one's first
         tied_layers = self.tied_layers()
         built: dict[int, Any] = {}
         for index in indices:
@@ -167,9 +174,9 @@ class PipelineModule(_RecomputedLayers):
                 continue
             tied = [i for i, _ in tied_layers[spec.key]] if isinstance(spec, TiedLayerSpec) else [index]
             with _preserve_rng():
-                if base_seed is not None:
+                if self._seed_layers:
                     # A tied layer is everywhere seeded as the first of its key.
-                    (seed_fn or torch.manual_seed)(base_seed + tied[0])
+                    self._seed_fn(int(self._base_seed) + tied[0])
                 layer = spec.build()
             first_index = next((i for i in tied if i in built), None)
             if isinstance(spec, TiedLayerSpec) and first_index is not None:
