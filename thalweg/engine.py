@@ -312,11 +312,8 @@ class Engine(nn.Module):
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        if self.optimizer is None:
-            self._window.discard()
-            self.module.zero_grad(set_to_none=True)
-        else:
-            self.optimizer.zero_grad()
+        self._window.discard()
+        (self.module if self.optimizer is None else self.optimizer.inner).zero_grad(set_to_none=True)
 
     # Whole batches
 

@@ -96,20 +96,19 @@ class PositionedLoader:
         this: what it trains on first is again the one that comes next.
         """
         epoch, position, batches = self.epoch, self.position, self._iter_pass()
-        first = list(islice(batches, 1))
-        yield from first
-        if first and not self.is_in_use:
+        yield from islice(batches, 1)
+        if self._started and not self.is_in_use:
             if position:
                 _log.warning(
-                    "batches are taken before any training since the load: as DeepSpeed's they count from the start of "
-                    "epoch %d, for a program that passes over what it has seen. One that only reads ahead sees samples "
-                    "again: let it set engine.training_dataloader.is_in_use = True after the load", epoch
+                    "batches before the first training count from the start of epoch %d, as with DeepSpeed; to read "
+                    "ahead without passing any over, set engine.training_dataloader.is_in_use = True first", epoch
                 )  # fmt: skip
             self.position, self._started = 0, False
-            batches = islice(self._iter_pass(), 1, None)
-        yield from batches
-        if first and not self.is_in_use:  # all was passed over: the program counts through the epochs before this one
-            self.epoch, self.position, self._started = epoch, 0, False
+            yield from islice(self._iter_pass(), 1, None)
+            if not self.is_in_use:  # all was passed over: the program counts through the epochs before this one
+                self.epoch, self.position, self._started = epoch, 0, False
+        else:
+            yield from batches
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass that of ``epoch``, from its start.

@@ -326,13 +326,11 @@ class DeepSpeedEngine(Engine):
         """Ranks that share a sequence."""
         return 1 if self.meshes.sequence is None else self.meshes.sequence.size()
 
-    def module_state_dict(
-        self, prefix: str = "", keep_vars: bool = False, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Any]:
+    def module_state_dict(self, prefix: str = "", exclude_frozen_parameters: bool = False, **options: Any) -> Any:
         """The model's own tensors, on this rank alone; where ranks hold parts of them (stage 3, tensor parallelism,
         pipelines), whole copies on the CPU: then collective."""
         self.reload_states()
-        state = self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+        state = self.module.state_dict(prefix=prefix, **options)
         if self._components.runner is not None or any(isinstance(value, DTensor) for value in state.values()):
             state = {prefix + name: value for name, value in self.state_dict().items()}
         frozen = {prefix + name for name, param in self.module.named_parameters() if not param.requires_grad}
@@ -358,6 +356,10 @@ class DeepSpeedEngine(Engine):
             return build_loader(dataset, rank=rank, world_size=world_size, shuffle=False, **options)
         config = replace_by_path(self.resolved_config, {"train_micro_batch_size_per_gpu": batch_size})
         return build_engine_loader(dataset, config, rank, world_size, collate_fn)
+
+    def set_data_post_process_func(self, post_process_func: Any) -> None:
+        """Not offered."""
+        raise DeepSpeedUsageError("set_data_post_process_func() is not offered: give initialize() a collate_fn")
 
     def scale(self, loss: Tensor) -> Tensor:
         """``loss``, for a ``backward()`` of the program's own: Thalweg's hooks scale its gradients in fp16."""
