@@ -159,10 +159,12 @@ def parallelize(
     model_parameters: Any = None,
     lr_scheduler: Any = None,
     former_params: Mapping[Tensor, nn.Parameter] | None = None,
+    casts_inputs: bool = True,
 ) -> Components:
     """Build the parts in order; the model is changed in place.  Collective over all ranks.
 
     ``former_params``: parameters that ``optimizer`` and ``model_parameters`` may name, and those in their place.
+    ``casts_inputs``: see :class:`ShardOptions`.
 
     Raises:
         ValueError: the model has no parameters, or the optimizer holds foreign ones.
@@ -190,7 +192,7 @@ def parallelize(
     from thalweg.plan.preflight import Preflight  # the plan is loaded by jobs, not by every import
 
     preflight = Preflight(model, mesh, config, device, optimizer)
-    options = build_shard_options(model, config)
+    options = replace(build_shard_options(model, config), casts_inputs=casts_inputs)
     ledger = CommsLog()
     tp_group, tp_layout = None, None
     if meshes.tp is not None and meshes.tp_fsdp is not None:

@@ -727,6 +727,57 @@ def test_a_resumed_program_sees_each_sample_of_the_epoch_once(world: int, tmp_pa
     assert sorted(sample for rank in ranks for sample in rank[2]) == sorted([*range(12)] * 2)
 
 
+class _Timesteps(nn.Module):
+    """Computes with times in fp32, as diffusion models do, and notes what came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(4, 4), {}
+
+    def forward(self, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        self.seen = {times.dtype: times.tolist(), "x": x.dtype}
+        return self.linear(times.float().sin()[:, None].to(self.linear.weight.dtype) + x.to(self.linear.weight.dtype))
+
+
+_BF16, _FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}
+_CASTS: dict[str, tuple[dict[str, Any], int]] = {
+    "bf16": (_BF16, 0),
+    "fp16": ({"fp16": {"enabled": True, "auto_cast": False}}, 1),
+    "fp16, nothing said": (_FP16, 3),
+    "auto_cast": ({"fp16": {"enabled": True, "auto_cast": True}}, 2),
+    "Apex": ({"amp": {"enabled": True, "opt_level": "O2", "cast_model_type": "bf16"}}, 1),
+}
+
+
+def _given_in_fp32(rank: int, world: int) -> dict[tuple[str, bool], dict[Any, Any]]:
+    found = {}
+    for (name, (sections, stage)), start in product(_CASTS.items(), (initialize, thalweg.initialize)):
+        config = {
+            "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": stage}, "log_level": "error", **sections,
+        }  # fmt: skip
+        engine: Any = start(model=_Timesteps(), config=config)[0]
+        engine.backward(engine(torch.ones(2, 4), torch.tensor([613.5, 997.25])).float().sum())
+        engine.step()
+        found[name, start is initialize] = engine.module.seen
+        engine.close()
+    return found
+
+
+def test_inputs_in_fp32_are_rounded_only_where_that_is_asked_for() -> None:
+    """Thalweg's own engine casts them, and is the control; so did Apex."""
+    (found,) = run_ranks(_given_in_fp32, 1)
+    exact = {torch.float32: [613.5, 997.25], "x": torch.float32}
+    brain = {torch.bfloat16: [612.0, 996.0], "x": torch.bfloat16}
+    half = {torch.float16: [613.5, 997.0], "x": torch.float16}
+    assert {name: seen for (name, alias), seen in found.items() if alias} == {
+        "bf16": exact, "fp16": exact, "fp16, nothing said": exact, "auto_cast": half, "Apex": brain,
+    }  # fmt: skip
+    assert {name: seen for (name, alias), seen in found.items() if not alias} == {
+        "bf16": brain, "fp16": half, "fp16, nothing said": half, "auto_cast": half, "Apex": brain,
+    }  # fmt: skip
+
+
 def _cleared_in_each_micro_batch(rank: int, world: int) -> list[tuple[int, int, float]]:
     found = []
     for clears in (True, False):

@@ -153,7 +153,7 @@ def _precision_blocks(amp: dict[str, Any], level: str, dtype: str) -> dict[str, 
     half: dict[str, Any] = {"enabled": True}
     if dtype == "fp16":
         half |= {"loss_scale": 1.0 if level == "O3" else 0.0, "loss_scale_window": 2000, "hysteresis": 1}
-        half["max_loss_scale"] = 2.0**24
+        half |= {"max_loss_scale": 2.0**24, "auto_cast": True}
         half |= {key: 0.0 if amp[key] == "dynamic" else amp[key] for key in _SCALES if key in amp}
         if isinstance(top := half["max_loss_scale"], int | float):
             half["initial_scale_power"] = int(math.log2(min(max(top, 1), 2.0**16)))
@@ -165,8 +165,9 @@ def _precision_blocks(amp: dict[str, Any], level: str, dtype: str) -> dict[str, 
     if amp.get("master_weights") is False:
         half[f"{dtype}_master_weights_and_grads"] = True
     keeps_norms = str(amp.get("keep_batchnorm_fp32", level == "O2")) == "True"
-    # Apex cast buffers with the rest; a batch norm takes its statistics in the dtype of its weights.
+    # Apex cast inputs, and buffers with the rest; a batch norm takes its statistics in the dtype of its weights.
     return {
+        "fp16": {"auto_cast": True},
         dtype: half,
         "data_types": {"keep_in_fp32_modules": _BATCH_NORMS} if keeps_norms else {"buffer_dtype": dtype},
     }

@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -74,6 +74,7 @@ class ShardOptions:
     are reduced there, and between hosts as ``ReplicaSync`` says.
     ``site_size``: so many ranks ("auto": those of a host) shard and reduce by themselves; what crosses to others is not
     the reducers' affair.
+    ``casts_inputs``: whether the model's floating-point inputs are cast to what it computes in; those of units are.
     """
 
     policy: ZeroPolicy
@@ -84,6 +85,7 @@ class ShardOptions:
     within_hosts: bool = False
     site_size: int | str | None = None
     fp32_modules: tuple[str, ...] = ()
+    casts_inputs: bool = True
 
 
 class _RestsOnHost(DynamicSubclass):
@@ -557,6 +559,7 @@ def shard_model(
         for name, module in units.items():
             if name not in options.fp32_modules:
                 fully_shard(module, reshard_after_forward=reshard_by_unit[name], **common_kwargs)
+        common_kwargs["mp_policy"] = replace(common_kwargs["mp_policy"], cast_forward_inputs=options.casts_inputs)
         fully_shard(model, reshard_after_forward=False, **common_kwargs)
     groups = private_api.get_fsdp_groups(model)
     private_api.check_private_names(groups)

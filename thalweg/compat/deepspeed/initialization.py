@@ -99,7 +99,8 @@ def initialize(
         resolved = _load_with_defaults(given[0], mpu)
         _refuse_as_asked(resolved, optimizer)
         kind = DeepSpeedHybridEngine if resolved.hybrid_engine.enabled else DeepSpeedEngine
-        user_args = {"optimizer": optimizer, "model_parameters": model_parameters, "lr_scheduler": lr_scheduler}
+        user_args: dict[str, Any] = {"optimizer": optimizer, "model_parameters": model_parameters}
+        user_args |= {"lr_scheduler": lr_scheduler, "casts_inputs": resolved.fp16.auto_cast}
         start = {"distributed_port": distributed_port}
         engine, loader = build_engine(kind, resolved, model, training_data, collate_fn, None, start, **user_args)
     if mpu is not None:
