@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pkgutil
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice, product
@@ -831,6 +832,48 @@ def test_the_layers_of_a_pipeline_follow_the_programs_seed() -> None:
     assert one["layers.0.weight"] == one["layers.4.weight"]
     values = [*one.values(), *two.values()]
     assert len({tuple(value) for value in values}) == 8 and len(values) == 10
+
+
+def test_what_deepspeeds_programs_pass_along() -> None:
+    """Arguments that mean nothing here, helpers of its compression, two configs, and methods that have another way."""
+    from types import SimpleNamespace
+
+    from thalweg.compat.deepspeed import collectives
+    from thalweg.compat.deepspeed.surface import SURFACE
+    from thalweg.compat.finder import NotOffered
+
+    assert DeepSpeedPipelineModule([nn.Linear(2, 2)], dynamic_shape=True).num_parameters == 6
+    assert DeepSpeedMoE(4, nn.Linear(4, 4), num_experts=2, use_tutel=True).num_experts == 2
+    with pytest.raises(ValueError, match="leave it false"):
+        DeepSpeedMoE(4, nn.Linear(4, 4), num_experts=2, enable_expert_tensor_parallelism=True)
+    helper = SURFACE["deepspeed.compression.helper"]
+    read, write = (pkgutil.resolve_name(str(helper[f"recursive_{verb}attr"])) for verb in ("get", "set"))
+    net, layer = nn.Sequential(nn.Sequential(nn.Tanh()), nn.Tanh()), nn.Linear(2, 2)
+    for name in ("0.0", "1"):
+        write(net, name, layer)
+        assert read(net, name) is layer
+    with pytest.raises(AssertionError, match="and not both"):
+        initialize(args=SimpleNamespace(deepspeed_config="/nowhere.json"), model=layer, config={"train_batch_size": 1})
+    tracker = SURFACE["deepspeed.runtime.activation_checkpointing.checkpointing"]["get_cuda_rng_tracker"]
+    assert isinstance(tracker, NotOffered) and "random states" in tracker.instead
+    assert collectives.ReduceOp is torch.distributed.ReduceOp
+
+
+def _named_calls(rank: int, world: int) -> None:
+    from thalweg.compat.deepspeed import collectives
+
+    value = torch.full((2,), rank + 1.0)
+    collectives.all_reduce(value, log_name="sum", prof=False, debug="here")
+    assert value.tolist() == [3.0, 3.0] and collectives.all_reduce.__name__ == "all_reduce"
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    engine = initialize(model=nn.Linear(2, 2), config=config)[0]
+    with pytest.raises(ValueError, match="give initialize\\(\\) a collate_fn"):
+        engine.set_data_post_process_func(lambda data, state: data)
+    engine.close()
+
+
+def test_collectives_take_the_names_of_their_calls() -> None:
+    run_ranks(_named_calls, 2)
 
 
 def _updates_of_epochs(rank: int, world: int) -> dict[str, int]:

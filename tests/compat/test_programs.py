@@ -83,6 +83,12 @@ def test_what_a_program_runs(program: str, given: str, ours: str) -> None:
     assert other_programs._PROGRAMS[program](given.split()) == ours.split()
 
 
+def test_frozen_parameters_are_left_out_where_a_checkpoint_is_saved(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        other_programs._PROGRAMS["zero_to_fp32.py"](["a", "b", "--exclude_frozen_parameters"])
+    assert "save it with exclude_frozen_parameters=True" in capsys.readouterr().err
+
+
 def test_the_variables_are_printed_for_a_shell(tmp_path: Path) -> None:
     done = _shell('command -v deepspeed; echo "$THALWEG_AS_DEEPSPEED"', tmp_path)
     program, variable = done.stdout.splitlines()

@@ -203,6 +203,7 @@ def test_the_scripts_arguments_are_set_apart(arguments: list[str], mine: list[st
             "2 is more than the hosts of the start, which are 1",
         ),
         (["--launcher", "slurm", "--nproc", "2", "--max-restarts", "1"], "sbatch --requeue"),
+        (["--launcher", "SLURM", "--nproc", "2", "--max-restarts", "1"], "sbatch --requeue"),
     ],
 )
 def test_restarts_that_cannot_be_are_refused(tmp_path: Path, words: list[str], problem: str) -> None:

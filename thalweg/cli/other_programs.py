@@ -59,7 +59,10 @@ def _zero_to_fp32(arguments: Sequence[str]) -> list[str]:
     add("--max_shard_size", default="5GB", metavar="SIZE")
     add("--safe_serialization", action="store_true", help="always so")
     add("-d", "--debug", action="store_true")
+    add("--exclude_frozen_parameters", action="store_true", help="said where a checkpoint is saved")
     given = parser.parse_args(arguments)
+    if given.exclude_frozen_parameters:
+        parser.error("a checkpoint does not say which were frozen: save it with exclude_frozen_parameters=True")
     units = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
     number, unit = given.max_shard_size[:-2], given.max_shard_size[-2:].upper()
     if unit not in units or not number.isdecimal():

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--include", "-i", metavar="SPEC", help="hosts and slots to use, such as a:0,1@b")
     add("--exclude", "-e", metavar="SPEC", help="hosts and slots to leave out")
     add("--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for all ranks")
-    add("--launcher", choices=("local", "ssh", "pdsh", *SCHEDULERS), default="local",
+    add("--launcher", choices=("local", "ssh", "pdsh", *SCHEDULERS), default="local", type=str.lower,
         help="how hosts are reached (default: ssh where a hostfile names others)")
     add("--launcher-args", "--launcher_args", default="", metavar="WORDS", help="added to srun or mpirun")
     add("--ssh", metavar="COMMAND", help="what takes a host and a command line in place of ssh")

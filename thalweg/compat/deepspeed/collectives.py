@@ -1,5 +1,6 @@
 """``deepspeed.comm``: torch's collectives under its names, and the log of the engines'."""
 
+import functools
 from typing import Any
 
 import torch.distributed as dist
@@ -55,4 +56,8 @@ def initialize_mesh_device(mesh_shape: Any, mesh_dim_names: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(dist, name)
+    value = getattr(dist, name)
+    if isinstance(value, type) or not callable(value):
+        return value
+    # Without what DeepSpeed's log calls it.
+    return functools.wraps(value)(lambda *args, prof=0, log_name=0, debug=0, **options: value(*args, **options))

@@ -74,7 +74,7 @@ def initialize(
 
     Raises:
         ConfigError: with every problem of the config at once.
-        ValueError: no model, no config or two of them, an ``mpu`` that is not of sequence parallelism.
+        ValueError: no model, no config or one in ``args`` too, an ``mpu`` that is not of sequence parallelism.
     """
     if model is None:
         raise DeepSpeedUsageError("initialize() needs a model: deepspeed.initialize(model=model, config=...)")
@@ -88,11 +88,11 @@ def initialize(
             "mesh_param= is not offered by Thalweg: the mesh follows from the config "
             "(sequence_parallel_size); leave it out"
         )
-    sources = [config, config_params, *(getattr(args, f"{name}_config", None) for name in ("deepspeed", "deepscale"))]
+    sources = [config or config_params, *(getattr(args, f"{name}_config", None) for name in ("deepspeed", "deepscale"))]
     given = [source for source in sources if source]
-    if not given:
+    if len(given) != 1:
         raise DeepSpeedUsageError(
-            "initialize() needs a config: config= (a dict or a path), or --deepspeed_config in args"
+            "initialize() needs a config: config= (a dict or a path), or --deepspeed_config in args, and not both"
         )
     check_process_group(dist_init_required)
     with raising_deepspeed_errors():

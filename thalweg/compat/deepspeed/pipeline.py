@@ -14,12 +14,13 @@ class DeepSpeedPipelineModule(PipelineModule):
     """A PipelineModule that holds this rank's layers alone, built, where ``num_stages`` says how many ranks share it.
 
     Programs count its parameters and make an optimizer of them before ``initialize()``.  Thalweg's own is cut there,
-    as the config says.
+    as the config says.  ``dynamic_shape``: shapes may always change.
     """
 
     activation_checkpoint_func = staticmethod(non_reentrant_checkpoint)
 
     def __init__(self, layers: Sequence[LayerLike], num_stages: int | None = None, *args: Any, **options: Any) -> None:
+        options.pop("dynamic_shape", None)
         super().__init__(layers, num_stages, *args, **options)
         self._local_layers: dict[int, Any] | None = None
         if num_stages is None or not dist.is_initialized():

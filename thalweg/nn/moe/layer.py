@@ -183,8 +183,8 @@ class MoE(nn.Module):
             raise ValueError(f"k = {k} must be from 1 to num_experts = {num_experts}")
         if noisy_gate_policy not in (None, "None", "RSample", "Jitter"):
             raise ValueError(f'noisy_gate_policy is {noisy_gate_policy!r}; it is None, "RSample" or "Jitter"')
-        if use_tutel or enable_expert_tensor_parallelism:
-            raise ValueError("use_tutel and enable_expert_tensor_parallelism are not built; leave them false")
+        if enable_expert_tensor_parallelism:
+            raise ValueError("enable_expert_tensor_parallelism is not built; leave it false")
         self.num_experts, self.ep_size = num_experts, ep_size
         self.policy = GatePolicy(
             k,
