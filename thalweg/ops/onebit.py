@@ -1,5 +1,7 @@
 """The 1-bit code by generated kernels: one pass over memory where torch's operators take six."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from functools import cache
 

@@ -26,6 +26,8 @@ Invariants: a slot is read into only after its program has run; a program runs o
 error of the disk is an exception of the step that needed the bytes, never a wrong token.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

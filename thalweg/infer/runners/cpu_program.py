@@ -4,6 +4,8 @@ A builder packs weights, allocates buffers and emits kernel calls one after the 
 compiles them into programs.  Buffers have ``max_tokens`` rows; ``counts`` holds how many a step uses.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
