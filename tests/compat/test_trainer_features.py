@@ -156,6 +156,67 @@ def _is_plain_base(loaded: Any) -> bool:
     return all(torch.equal(before[name], value) for name, value in named.items())
 
 
+def _prepare_loaded(rank: int, world: int, folder: str) -> None:
+    """What a program does between `from_pretrained` and training, each with the plain model's results."""
+    import torch
+
+    prepare_rank()
+    import deepspeed  # type: ignore[import-not-found]
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    target: Any = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    rows = torch.tensor([range(2, 10)])
+
+    def look(model: Any) -> Any:
+        with torch.no_grad():
+            return model.eval()(input_ids=rows).logits[..., :VOCAB]
+
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, bos_token_id=0, eos_token_id=1, **sizes))
+    expected = look(plain)
+    if rank == 0:
+        plain.save_pretrained(f"{folder}/base")
+        torch.manual_seed(1)
+        adapted = get_peft_model(plain, LoraConfig(init_lora_weights=False, **target))
+        adapted.save_pretrained(f"{folder}/adapter")
+        torch.save(look(adapted), f"{folder}/adapted.pt")
+    torch.distributed.barrier()
+    adapted_logits = torch.load(f"{folder}/adapted.pt")
+    assert (adapted_logits - expected).abs().max() > 0.01
+    settings = HfDeepSpeedConfig(config)
+    kinds: dict[str, Any] = {
+        "fresh": lambda model: get_peft_model(model, LoraConfig(**target)),
+        "pissa": lambda model: get_peft_model(model, LoraConfig(init_lora_weights="pissa", **target)),
+        "loaded": lambda model: PeftModel.from_pretrained(model, f"{folder}/adapter", is_trainable=True),
+        "resized": lambda model: (model.resize_token_embeddings(VOCAB + 4), model)[1],
+    }
+    for kind, prepare in kinds.items():
+        torch.manual_seed(2)
+        model = prepare(AutoModelForCausalLM.from_pretrained(f"{folder}/base"))
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
+        found = look(engine)
+        assert (found - (adapted_logits if kind == "loaded" else expected)).abs().max() < TOLERANCE, kind
+        if kind == "resized":
+            added = model.get_input_embeddings().weight.full_tensor()[VOCAB:]
+            assert len(added) == 4 and 0.001 < added.std() < 1
+        else:
+            assert sum(parameter.numel() for parameter in trained) == 2 * 2 * 2 * 4 * 32
+        engine.destroy()
+    del settings
+    unset_hf_deepspeed_config()
+
+
+def test_a_loaded_model_at_stage_3_is_adapted_and_resized(tmp_path: Path) -> None:
+    run_ranks(_prepare_loaded, 2, str(tmp_path))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("stage", STAGES)
 def test_lora_is_saved_for_peft(stage: int, tmp_path: Path) -> None:

@@ -222,6 +222,8 @@ def _nested(rank: int, world: int) -> None:
     assert isinstance(q, DTensor)
     with pytest.raises(ValueError, match=r"pass model\.parameters"):
         GatheredParameters(model.named_parameters())  # type: ignore[arg-type]
+    with GatheredParameters([model.head.bias, p]):  # of a layer without bias
+        assert not isinstance(p, DTensor)
     with GatheredParameters([]), GatheredParameters(p, enabled=False):
         assert isinstance(p, DTensor)
     with GatheredParameters(p, modifier_rank=0):

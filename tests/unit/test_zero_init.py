@@ -56,7 +56,7 @@ LAYERS = {
 def test_layers_get_the_values_of_an_ordinary_build(name: str, small: int) -> None:
     plain, model = build_plain_and_recorded(LAYERS[name], small)
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        assert q.is_meta and q.device.type == "meta" and isinstance(q, nn.Parameter) and q.is_leaf
+        assert q.is_meta and q.device.type == "cpu" and isinstance(q, nn.Parameter) and q.is_leaf
         for fact in ("shape", "dtype", "requires_grad"):
             assert getattr(p, fact) == getattr(q, fact)
         assert p.numel() == q.numel() and p.stride() == q.stride()
@@ -214,6 +214,15 @@ def test_real_tensors_on_request() -> None:
     model.load_state_dict(plain.state_dict())
     assert not has_meta_tensors(model)
     assert torch.equal(model(torch.tensor([[1, 2]])), plain(torch.tensor([[1, 2]])))
+
+
+def test_a_layer_that_is_moved_to_where_the_model_is_keeps_its_values() -> None:
+    _, model = build_plain_and_recorded(gpt, 64)
+    layer, weight = nn.Linear(32, 4), model.wte.weight
+    values = layer.weight.detach().clone()
+    model.head = layer.to(weight.device)
+    assert weight.is_cpu and torch.equal(layer.weight, values)
+    assert torch.equal(materialized_values(model)["head.weight"], values)
 
 
 def test_row10_true_shapes_and_effective_initialisation() -> None:

@@ -78,9 +78,40 @@ def test_resized_embeddings(name: str) -> None:
         return model
 
     assert matches_plain(*build_plain_and_recorded(build, 64))
+    # After the context; what draws from the values needs them: an error, not a silent loss.
+    matching = build_plain_and_recorded(
+        lambda: _from_config(name), 64, after_build=lambda model: model.resize_token_embeddings(210, mean_resizing=False)
+    )
+    assert matches_plain(*matching) and len(matching[1].get_input_embeddings().weight) == 210
     _, model = build_plain_and_recorded(lambda: _from_config(name), 64)
-    with pytest.raises(ValueError, match=r"zero\.Init"):  # outside: an error, not a silent loss
-        model.resize_token_embeddings(210, mean_resizing=False)
+    with pytest.raises(RuntimeError, match="meta tensors"):
+        model.resize_token_embeddings(210)
+
+
+@pytest.mark.parametrize("kind", ["lora", "trained", "dora", "modules_to_save"])
+def test_peft_s_adapters_after_the_context(kind: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="the extra [hf] is not installed")
+    options: dict[str, Any] = {
+        "lora": {},
+        "trained": {"init_lora_weights": False},
+        "dora": {"use_dora": True},
+        "modules_to_save": {"modules_to_save": ["lm_head"]},
+    }[kind]
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
+
+    def adapt(model: nn.Module) -> None:
+        if kind != "trained":
+            peft.get_peft_model(model, copy.deepcopy(config))
+        elif tmp_path.joinpath("adapter_config.json").exists():
+            peft.PeftModel.from_pretrained(model, tmp_path)
+        else:
+            peft.get_peft_model(model, config).save_pretrained(tmp_path)
+
+    if kind == "trained":
+        adapt(_from_config("llama"))
+    plain, model = build_plain_and_recorded(lambda: _from_config("llama"), 64, after_build=adapt)
+    assert any("lora_" in name for name, _ in plain.named_parameters())
+    assert matches_plain(plain, model)
 
 
 def test_from_pretrained_inside_the_context(tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ class Checkpoint:
                 missing.append(name)
                 continue
             used.append(self.manifest.resolve_alias(name))
-            if tensor.device.type == "meta":
+            if tensor.is_meta:
                 problems.append(f"{name} is on the meta device; materialise the module first (to_empty)")
             elif tuple(tensor.shape) != stored.shape:
                 problems.append(f"{name} has shape {list(tensor.shape)} here and {list(stored.shape)} there")

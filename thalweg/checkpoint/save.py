@@ -218,7 +218,7 @@ def _encode_snapshot(snapshot: Snapshot, rank: int) -> tuple[dict[str, torch.Ten
     for name, tensor in tensors.items():
         if not name or name == "__metadata__":
             raise UnserializableStateError(f"{name!r} cannot name a tensor")
-        if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.dtype not in DTYPE_NAMES:
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
             raise UnserializableStateError(
                 f"tensor {name} ({tensor.dtype}, {tensor.layout}, on {tensor.device}) has no form on disk"
             )

@@ -13,7 +13,9 @@ Inside a context a pending tensor says that it is on the CPU, as the tensor of a
 build would: libraries (torch.nn.init, Transformers) treat meta tensors differently, and the
 program must take the same branches.  Outside it says the truth, except to torch.nn.init,
 which silently does nothing to a meta tensor; there, moving a tensor to the CPU or to a GPU
-gives its real value (moving a whole module does nothing: it would break ties).
+gives its real value (moving a whole module does nothing: it would break ties).  The ``device``
+of a parameter is the CPU outside too: programs (peft's adapters, resized embeddings) move
+modules of their own to where the model is, and on meta these would lose their values.
 """
 
 import sys
@@ -53,7 +55,8 @@ class DeferredTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return CPU if thread_state.is_recording or not is_meta(self) else META
+        shown_cpu = thread_state.is_recording or isinstance(self, nn.Parameter) or not is_meta(self)
+        return CPU if shown_cpu else META
 
     @property
     def is_meta(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -82,7 +82,8 @@ class GatheredParameters:
 
     Args:
         params: parameters, an iterable of them, or one parameter; each may be sharded (a
-            DTensor on any mesh), replicated or plain.  Every rank passes the same ones.
+            DTensor on any mesh), replicated or plain.  Every rank passes the same ones.  ``None``, as of a
+            layer without bias, is passed over.
         modifier_rank: global rank whose modifications are kept: on exit its values are
             broadcast and sharded again.  ``None``: the full tensors are for reading, and what
             is written to them is dropped on exit (as in DeepSpeed).  A parameter that is not
@@ -101,13 +102,13 @@ class GatheredParameters:
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Tensor,
+        params: Iterable[Tensor | None] | Tensor,
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
         self.enabled, self.modifier_rank, self.fwd_module = enabled, modifier_rank, fwd_module
-        listed = [] if not enabled else [params] if isinstance(params, Tensor) else list(params)
+        listed = [] if not enabled else [params] if isinstance(params, Tensor) else [p for p in params if p is not None]
         for param in listed:
             if not isinstance(param, Tensor):
                 raise ValueError(
