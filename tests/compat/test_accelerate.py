@@ -122,6 +122,39 @@ def test_a_loop_of_the_users_own(stage: int, dummy: bool, world: int, tmp_path: 
     assert "lm_head.weight" in ours[0]["names"]
 
 
+def _with_warmup(rank: int, world: int, device: str) -> dict[str, Any]:
+    """The optimizer and its schedule come to `prepare` together, as accelerate's documentation has it."""
+    import torch
+
+    prepare_rank()
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from transformers import get_scheduler
+
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2, offload_optimizer_device=device))
+    model: Any = make_model()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=LR)
+    scheduler: Any = get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=8)
+    loader: Any = torch.utils.data.DataLoader(make_dataset(16, masked=False), batch_size=MICRO_BATCH)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    rates, losses = [], []
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        rates.append(optimizer.param_groups[0]["lr"])
+    return {"losses": losses, "rates": rates}
+
+
+def test_a_schedule_steers_the_optimizer_that_accelerate_offloads() -> None:
+    resident, offloaded = (run_ranks(_with_warmup, 1, device)[0] for device in ("none", "cpu"))
+    assert max(resident["rates"]) == LR and len(set(resident["rates"])) == 7, "no warm-up and no decay"
+    assert offloaded["rates"] == resident["rates"]
+    assert offloaded["losses"] == pytest.approx(resident["losses"], abs=1e-5)
+
+
 def _distil(teacher: Any, student: Any, batch: Any) -> Any:
     """The student's loss, and its distance from the teacher, both models' outputs whole."""
     import torch

@@ -189,8 +189,9 @@ def _param_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
         raise ValueError("params must be an iterable of parameters or of groups, not one tensor")
     items: list[Any] = list(params)
     if items and all(isinstance(item, Mapping) for item in items):
-        groups = [{**item, "params": _group_members(item)} for item in items]
-        return [group for group in groups if group["params"]]
+        for item in items:  # kept as objects: a schedule that was made for another optimizer may hold them
+            item["params"] = _group_members(item)
+        return [item for item in items if item["params"]]
     return [{"params": items}]
 
 
