@@ -115,6 +115,31 @@ def test_the_control_of_it_a_flag_that_says_no_does_not_end() -> None:
         run_ranks(_generate, 2, "plain", {}, {"synced_gpus": False}, timeout=10, reuse=False)
 
 
+def _generate_alone(rank: int, world: int, stage: int) -> tuple[list[int], list[int]]:
+    """What the first rank generates by itself between two steps, and what the same weights generate unsharded."""
+    engine = _engine(_make("plain"), {"stage": stage})
+    ids = torch.tensor([PROMPTS[0]]).to(engine.device)
+    texts: tuple[list[int], list[int]] = [], []
+    for _ in range(2):
+        engine.train()
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        engine.eval()
+        for model, text in zip((engine.module, copy.deepcopy(engine.module)), texts, strict=True):
+            if rank == 0:
+                options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+                given: Any = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+                text += model.generate(**given, **options)[0].tolist()  # type: ignore[operator]
+    engine.close()
+    return texts
+
+
+@pytest.mark.parametrize("stage", [nightly(0), nightly(1), 2])
+def test_whole_parameters_generate_on_one_rank_alone(stage: int) -> None:
+    (alone, want), _ = run_ranks(_generate_alone, 2, stage, timeout=20)
+    assert alone == want and len(alone) == 2 * (NEW + len(PROMPTS[0]))
+
+
 def _count_gathers(rank: int, world: int) -> tuple[list[tuple[int, int, int]], int]:
     """(gathers, bytes gathered, gathers while it generated) of phases of the hybrid engine that differ in the tokens
     that they generate, and the bytes of the model."""

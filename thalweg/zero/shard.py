@@ -586,8 +586,8 @@ def shard_model(
         for group, next_group in pairwise(groups):
             group.prefetch(next_group)
     private_api.read_partial_scalars()
+    private_api.mark_collective_forward(model, not shows_whole or bool(expert_params))
     if not shows_whole:
-        private_api.mark_collective_forward(model)
         for param in (param for group in groups for param in group.params):
             param.forward_hooks_to_unsharded()
     scalars = [parameter for parameter in model.parameters() if parameter.ndim == 0]

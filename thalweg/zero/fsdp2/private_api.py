@@ -704,10 +704,11 @@ def _name_as_wrapped(fsdp_class: type, is_root: bool) -> type:
     return type(wrapped.__name__, fsdp_class.__bases__, body)
 
 
-def mark_collective_forward(root: nn.Module) -> None:
-    """A forward pass of ``root`` needs all ranks: transformers' ``generate`` then goes on until every one has
-    finished."""
-    root._is_fsdp_managed_module = True  # type: ignore[assignment]
+def mark_collective_forward(root: nn.Module, is_collective: bool) -> None:
+    """Say whether a forward pass needs all ranks: transformers' ``generate`` then goes on until every one has
+    finished.  ``fully_shard`` has said so of each module."""
+    for module in root.modules():
+        module._is_fsdp_managed_module = is_collective  # type: ignore[assignment]
 
 
 def _reduce_plain(module: nn.Module, protocol: Any) -> Any:
