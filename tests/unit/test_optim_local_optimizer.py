@@ -83,3 +83,13 @@ def test_other_classes_are_left_alone() -> None:
     for optimizer in (Mine(params()), torch.optim.LBFGS(params()), Adafactor(params())):
         before = type(optimizer)
         assert to_local_optimizer(optimizer) is optimizer and type(optimizer) is before
+
+
+def test_classes_that_cannot_step_on_shards_are_refused_with_what_can() -> None:
+    bitsandbytes: Any = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})
+    for cls in (bitsandbytes, type("Mine", (bitsandbytes,), {})):
+        with pytest.raises(ValueError, match=r"cannot step on .*\"state_dtype\": \"int8\""):
+            to_local_optimizer(cls(params()))
+    optimization = pytest.importorskip("transformers.optimization", reason="the extra [hf] is not installed")
+    with pytest.raises(ValueError, match='"optimizer": {"type": "Adafactor"}'):
+        to_local_optimizer(optimization.Adafactor(params()))

@@ -5,7 +5,8 @@ Groups are known by the names of their parameters while sharding puts other tens
 ``torch.optim``'s own classes run on ``DTensor`` s, but slowly (5 to 8% of a step in dispatching, and torch's
 default on a CPU is a loop of unfused operations), and three of them not at all or wrongly (Rprop, Adafactor,
 Muon). Each has a counterpart here with the same groups and the same state, so an object of exactly such a
-class is turned into its counterpart. Any other class, a user's own or a library's, is left as it is.
+class is turned into its counterpart. Any other class, a user's own or a library's, is left as it is, those apart whose
+step is known to fail on them.
 """
 
 import inspect
@@ -21,6 +22,12 @@ from thalweg.optim.algorithms.elementwise import ELEMENTWISE_OPTIMIZERS, has_fus
 from thalweg.optim.algorithms.muon import Muon
 from thalweg.optim.algorithms.muon_params import get_param, group_members
 from thalweg.zero.full_state_dict import distribute_if_sharded
+
+# Of libraries' classes whose step takes no DTensor (the beginnings of their names): what the config has for them.
+_EQUALS_BY_CLASS = {
+    "bitsandbytes.": '{"type": "AdamW", "params": {"state_dtype": "int8"}}, moments in 8 bits',
+    "transformers.optimization.Adafactor": '{"type": "Adafactor"}',
+}
 
 
 def groups_with_names(optimizer: Any, model_parameters: Any, names: dict[int, str]) -> list[dict[str, Any]]:
@@ -92,8 +99,16 @@ def to_local_optimizer(
     Call it when its groups hold the final, sharded parameters. Groups, state, hooks and a schedule's hold on
     it stay. Where neither ``fused`` nor ``foreach`` was chosen, the fused kernel is, where there is one.
     ``replicate_group``: see :class:`.algorithms.muon.Muon`.
+
+    Raises ``ValueError`` for a library's class that cannot step on sharded parameters.
     """
     torch_class = type(optimizer)
+    for name, equal in _EQUALS_BY_CLASS.items():
+        if any(f"{base.__module__}.{base.__name__}".startswith(name) for base in torch_class.__mro__):
+            raise ValueError(
+                f"{torch_class.__module__}.{torch_class.__name__} cannot step on an engine's parameters, at any stage: "
+                f'leave it out and say, in the config, "optimizer": {equal}'
+            )
     local_classes = {**ELEMENTWISE_OPTIMIZERS, "Adafactor": Adafactor, "Muon": Muon}
     local_class = local_classes.get(torch_class.__name__)
     if local_class is None or torch_class is not getattr(torch.optim, torch_class.__name__, None):
