@@ -300,6 +300,28 @@ def test_flags_and_state_are_found_by_the_parameter_that_programs_see(stage: int
     run_ranks(_thaw, 2, stage)
 
 
+def _cast(rank: int, world: int, stage: int) -> None:
+    """Casts that would round the masters are refused, that to the dtype it computes in, for an evaluation, is none."""
+    for extra, others in (({}, ("half", "bfloat16")), ({"bf16": {"enabled": True}}, ("half", "double"))):
+        with _engine(stage, **extra) as engine:
+            module: Any = engine.module
+            _step(engine, 0, slice(rank, None, 2))
+            masters = engine.state_dict()
+            assert masters["down.weight"].dtype == torch.float32
+            for name in others:
+                with pytest.raises(ValueError, match="keeps its shape and dtype"):
+                    getattr(module, name)()
+            module.to(device=engine.device, dtype=torch.bfloat16 if extra else torch.float32)
+            assert all(_same(value, masters[name]) for name, value in engine.state_dict().items())
+            _step(engine, 1, slice(rank, None, 2))
+            assert not _same(engine.state_dict()["down.weight"], masters["down.weight"])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_masters_are_not_rounded_by_a_cast_of_the_model(stage: int) -> None:
+    run_ranks(_cast, 2, stage)
+
+
 class Saved(Net):
     """Saves as Hugging Face's models do."""
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,14 @@ from torch.utils.hooks import RemovableHandle
 from thalweg.deferred_init.tensor_swap import deepcopy_plain, reduce_plain
 from thalweg.ops._torch_private import GRAD_SLOT, REQUIRES_GRAD_SLOT
 from thalweg.zero.full_state_dict import distribute_like
+
+
+def refuse_change(old: str, new: str) -> NoReturn:
+    """Raise ValueError: the parameters of a model in training stay as they are."""
+    raise ValueError(
+        f"a parameter in training keeps its shape and dtype ({old}), so it cannot become {new}: change the model before "
+        "initialize(); the dtype it computes in is set by fp16 and bf16 of the config"
+    )
 
 
 class WholeParameter(nn.Parameter):
@@ -68,11 +76,7 @@ class WholeParameter(nn.Parameter):
     @data.setter
     def data(self, value: Tensor) -> None:
         if value.shape != self.shape or value.dtype != self.dtype:
-            raise ValueError(
-                f"a parameter in training keeps its shape and dtype ({tuple(self.shape)}, {self.dtype}), so it cannot "
-                f"become {tuple(value.shape)}, {value.dtype}: change the model before initialize(); the dtype it "
-                "computes in is set by fp16 and bf16 of the config"
-            )
+            refuse_change(f"{tuple(self.shape)}, {self.dtype}", f"{tuple(value.shape)}, {value.dtype}")
         if value.data_ptr() != self.data_ptr():
             self.detach().copy_(value)
 

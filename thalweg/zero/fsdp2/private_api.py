@@ -44,7 +44,7 @@ from thalweg.ops._torch_private import ALLCLOSE_CALL, ITEM_CALL
 from thalweg.utils.versions import TRIED_TORCH
 from thalweg.zero.plain_copy import ShardedStateDict, check_whole, copy_plain, strip_training
 from thalweg.zero.tp_layout import DTensorLayout
-from thalweg.zero.whole_parameter import AutogradSide, WholeParameter
+from thalweg.zero.whole_parameter import AutogradSide, WholeParameter, refuse_change
 
 # What sharding puts into modules, and a copy as a plain model leaves out.
 _ATTRIBUTES = ("_fsdp", "_is_fsdp_managed_module", "__composable_api")
@@ -685,6 +685,7 @@ def _name_as_wrapped(fsdp_class: type, is_root: bool) -> type:
     wrapped: Any = next(base for base in fsdp_class.__mro__ if not issubclass(base, FSDPModule))
     body: dict[str, Any] = {name: getattr(wrapped, name) for name in ("__module__", "__qualname__", "__doc__")}
     body |= {"__deepcopy__": partialmethod(copy_plain, left_out=_ATTRIBUTES), "__reduce_ex__": _reduce_plain}
+    body["_apply"] = _apply_in_training
     if is_root:
 
         def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -702,6 +703,19 @@ def _name_as_wrapped(fsdp_class: type, is_root: bool) -> type:
         if hasattr(wrapped, "save_pretrained"):
             body["save_pretrained"] = wraps(wrapped.save_pretrained)(save_pretrained)
     return type(wrapped.__name__, fsdp_class.__bases__, body)
+
+
+def _apply_in_training(module: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """``Module._apply``, behind ``to()``, ``half()`` and ``cuda()``: masters keep their dtypes.  A cast to the one that
+    the model computes in anyway, as for an evaluation, does nothing."""
+    computes_in = module._get_fsdp_state()._mp_policy.param_dtype
+    for dtype in {param.dtype for param in module.parameters() if param.is_floating_point()}:
+        wanted = fn(torch.empty(0, dtype=dtype)).dtype
+        if wanted == computes_in != dtype:
+            return module
+        if wanted != dtype:
+            refuse_change(f"{dtype}", f"{wanted}")
+    return FSDPModule._apply(module, fn, recurse)
 
 
 def mark_collective_forward(root: nn.Module, is_collective: bool) -> None:
