@@ -24,9 +24,13 @@ class _Net(nn.Module):
         self.note = "of the model"
         self.seen: list[Any] = []
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = torch.tanh(block(x))
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.run_blocks(x)
         weight: Any = self.blocks[1].weight
         self.seen.append((weight.ds_status.name, weight.ds_id, tuple(weight.ds_shape)))
         return x
@@ -108,6 +112,25 @@ def test_parameters_at_stage_3_answer_as_deepspeeds_do() -> None:
             "written": [0.0] * 3 + [1.0] * 2, "close": True,
             "kept": ("NOT_AVAILABLE", [2.0 * rank + 1]), "compared": (True, False), "copied": "a plain DTensor",
         }  # fmt: skip
+
+
+def _compile(rank: int, world: int) -> dict[str, Any]:
+    from torch._dynamo.utils import counters
+
+    engine = _engine()
+    engine.module.forward = engine.module.run_blocks  # without what reads the names
+    engine.compile(backend="eager")
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 5)).sum())
+        engine.step()
+    assert engine.module.blocks[1].weight.ds_status.name == "NOT_AVAILABLE"
+    return {"graphs": counters["stats"]["unique_graphs"], "breaks": list(counters["graph_break"])}
+
+
+def test_the_names_are_not_traced_by_torch_compile() -> None:
+    for found in run_ranks(_compile, 2, reuse=False):
+        assert found["graphs"] > 0
+        assert not [reason for reason in found["breaks"] if "set tensor attribute" in reason], found["breaks"]
 
 
 def _deferred(rank: int, world: int) -> dict[str, Any]:

@@ -183,12 +183,12 @@ class ShardedModel:
         self._on_host: StatesOnHost | None = None
         _owners[module] = weakref.ref(self)
         self._backward_trackers: list[BackwardTracker] = []
-        self._handles = [module.register_forward_pre_hook(_untraced(self._before_forward), prepend=True)]
-        self._handles.append(module.register_forward_hook(_untraced(self._after_forward)))
+        self._handles = [module.register_forward_pre_hook(private_api.untraced(self._before_forward), prepend=True)]
+        self._handles.append(module.register_forward_hook(private_api.untraced(self._after_forward)))
         for storage in storages:
             for group in storage.groups:
                 for part in _find_parts_called_alone(group, module, storage):
-                    unshard = _untraced(partial(storage.unshard, group))
+                    unshard = private_api.untraced(partial(storage.unshard, group))
                     self._handles.append(part.register_forward_pre_hook(lambda *_, f=unshard: f(), prepend=True))
         self.set_loss_scale(1.0)
         self.set_backward_flags(last=True)
@@ -428,18 +428,6 @@ class ShardedModel:
     def _reset_backward_trackers(self) -> None:
         for tracker in self._backward_trackers:
             tracker.reset()
-
-
-def _untraced(function: Callable[..., None]) -> Callable[..., None]:
-    """``function``, which ``torch.compile`` runs as it is and does not trace; nothing of it is imported until then."""
-
-    def call(*args: Any) -> None:
-        if torch.compiler.is_compiling():
-            torch.compiler.disable(function)(*args)
-        else:
-            function(*args)
-
-    return call
 
 
 def shard_model(

@@ -28,7 +28,7 @@ from thalweg.deferred_init.context import Init
 from thalweg.deferred_init.deferred_tensor import DeferredParameter, DeferredTensor, is_deferred, materialize_tensor
 from thalweg.deferred_init.tensor_swap import FullParameter, deepcopy_plain
 from thalweg.parallel_dims import init_distributed
-from thalweg.zero.fsdp2.private_api import FSDPGroupHandle, get_fsdp_groups
+from thalweg.zero.fsdp2.private_api import FSDPGroupHandle, get_fsdp_groups, untraced
 from thalweg.zero.full_state_dict import write_to_shard
 from thalweg.zero.gathered_parameters import GatheredParameters, get_sharded
 from thalweg.zero.whole_tensors import to_local
@@ -228,7 +228,7 @@ def show_ds_names(model: nn.Module) -> None:
             _ids[param.sharded_param] = next(_next_id)
             _show_names(param.sharded_param)
         hooks: list[RemovableHandle] = []
-        hook = partial(_show_on_unsharded, group, hooks)
+        hook = untraced(partial(_show_on_unsharded, group, hooks))
         hooks.append(cast(nn.Module, group.module).register_forward_pre_hook(hook))
 
 

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -730,6 +731,21 @@ def _reduce_plain(module: nn.Module, protocol: Any) -> Any:
     plain = copy_plain(module, {}, left_out=_ATTRIBUTES)
     # The usual constructor insists on the object's present class; this one, as old as pickle, does not.
     return copyreg._reconstructor, (type(plain), object, None), *plain.__reduce_ex__(2)[2:]  # type: ignore[attr-defined]
+
+
+def untraced(function: Callable[..., None]) -> Callable[..., None]:
+    """``function``, which ``torch.compile`` runs as it is and does not trace; nothing of it is imported until then."""
+
+    def call(*args: Any) -> None:
+        if torch.compiler.is_compiling():
+            torch.compiler.disable(function)(*args)
+        else:
+            function(*args)
+
+    # Where a forward pass is not traced itself, its hooks would be, and what they call, one by one.
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(call.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return call
 
 
 def read_partial_scalars() -> None:
