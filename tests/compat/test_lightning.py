@@ -130,6 +130,72 @@ def test_precision_and_what_is_refused(tmp_path: Path) -> None:
         run_ranks(_fit, 2, str(tmp_path / "value"), 2, {"gradient_clip_algorithm": "value"})
 
 
+LIMIT = 1e-6
+
+
+def _clip(rank: int, world: int, folder: str, way: str, strategy: str, config: dict[str, Any]) -> float:
+    """How far SGD at rate 0.1 moves the weights in one epoch where gradients are clipped to LIMIT in one way."""
+    import torch
+
+    pl: Any = import_module("lightning.pytorch")
+
+    class Clipped(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = torch.nn.Linear(6, 1)
+            self.automatic_optimization = way != "manual"
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            if way == "manual":
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                self.clip_gradients(optimizer, gradient_clip_val=LIMIT, gradient_clip_algorithm="norm")
+                optimizer.step()
+            return loss
+
+        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+            self.clip_gradients(optimizer, gradient_clip_val=LIMIT if way == "hook" else None)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    chosen: Any = strategy
+    if strategy == "thalweg":
+        from thalweg.compat.lightning import ThalwegStrategy
+
+        environment = import_module("lightning.pytorch.plugins.environments").TorchElasticEnvironment()
+        chosen = ThalwegStrategy(config, cluster_environment=environment)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy=chosen, max_epochs=1, default_root_dir=folder,
+        **dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger", "enable_checkpointing"), False),
+    )  # fmt: skip
+    module = Clipped()
+    before = module.net.weight.detach().clone()
+    trainer.fit(module, _loader(0, 1))
+    return float((module.net.weight.detach() - before).norm())
+
+
+@pytest.mark.parametrize("way", ["manual", "hook"])
+def test_clipping_that_the_engine_would_not_do_is_refused(way: str, tmp_path: Path) -> None:
+    plain = run_ranks(_clip, 1, str(tmp_path), way, "auto", {}, reuse=False)[0]
+    assert 0 < plain < 1e-5, "it clips nothing"
+    with pytest.raises(AssertionError, match=r"gradient_clipping is 0\.5: set that to 1e-06"):
+        run_ranks(_clip, 1, str(tmp_path), way, "thalweg", {"gradient_clipping": 0.5})
+    ours = run_ranks(_clip, 1, str(tmp_path), way, "thalweg", {"gradient_clipping": LIMIT})[0]
+    assert ours == pytest.approx(plain, rel=0.2)
+
+
+def test_the_config_clips_where_trainer_does_not(tmp_path: Path) -> None:
+    moved = [
+        run_ranks(_clip, 1, str(tmp_path), "config", "thalweg", {"gradient_clipping": limit})[0]
+        for limit in (LIMIT, 0.0)
+    ]
+    assert 0 < moved[0] < 1e-5 and moved[1] > 0.1
+
+
 class _Killed(Exception):
     pass
 

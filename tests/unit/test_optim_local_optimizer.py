@@ -91,5 +91,5 @@ def test_classes_that_cannot_step_on_shards_are_refused_with_what_can() -> None:
         with pytest.raises(ValueError, match=r"cannot step on .*\"state_dtype\": \"int8\""):
             to_local_optimizer(cls(params()))
     optimization = pytest.importorskip("transformers.optimization", reason="the extra [hf] is not installed")
-    with pytest.raises(ValueError, match='"optimizer": {"type": "Adafactor"}'):
+    with pytest.raises(ValueError, match=r'"optimizer": \{"type": "Adafactor"\}'):
         to_local_optimizer(optimization.Adafactor(params()))

@@ -33,19 +33,29 @@ class EnginePrecision(_Precision):
     def __init__(self, precision: str) -> None:
         self.precision = precision
 
-    def clip_gradients(self, *_: Any, **__: Any) -> None:
-        """The step does it, by ``gradient_clipping``."""
+    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
+        """The step does it, by ``gradient_clipping``.
+
+        Raises:
+            ValueError: this is to clip otherwise.
+        """
+        if clip_val > 0 and (clip_val, gradient_clip_algorithm) != (optimizer.max_norm, "norm"):
+            engine_clips = f"the engine clips, by norm, and gradient_clipping is {optimizer.max_norm}"
+            raise ValueError(f"{engine_clips}: set that to {clip_val} in ThalwegStrategy's config")
 
 
 class ThalwegStrategy(_Strategy):
-    """``config``: a path or dict of the keys that ``thalweg.initialize`` takes; the micro-batches of a window, the
-    precision and the clipping are Trainer's.  ``stage``: the ZeRO stage, where the config says none.
+    """``config``: a path or dict of the keys that ``thalweg.initialize`` takes; the micro-batches of a window and the
+    precision are Trainer's, and the clipping where Trainer has a ``gradient_clip_val``.  ``stage``: the ZeRO stage,
+    where the config says none.
 
     Raises:
         ImportError: there is no Lightning.
 
     Raises (when the fit starts):
         ValueError: several optimizers, gradients clipped by value, a precision without an equal.
+
+    A program's ``clip_gradients`` with a limit that is not the engine's raises ValueError.
     """
 
     strategy_name = "thalweg"
@@ -106,7 +116,8 @@ class ThalwegStrategy(_Strategy):
         if kind not in ("32", *_SECTION_BY_PRECISION):
             raise ValueError(f"precision={name!r} has no equal: take '32-true', 'bf16-mixed' or '16-mixed'")
         config = {**self._config, "gradient_accumulation_steps": trainer.accumulate_grad_batches}
-        config["gradient_clipping"] = float(trainer.gradient_clip_val or 0.0)
+        if trainer.gradient_clip_val is not None:
+            config["gradient_clipping"] = float(trainer.gradient_clip_val)
         if kind in _SECTION_BY_PRECISION:
             config.setdefault(_SECTION_BY_PRECISION[kind], {"enabled": True})
         return config

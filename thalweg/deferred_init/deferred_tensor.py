@@ -55,8 +55,7 @@ class DeferredTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
-        shown_cpu = thread_state.is_recording or isinstance(self, nn.Parameter) or not is_meta(self)
-        return CPU if shown_cpu else META
+        return CPU if thread_state.is_recording or isinstance(self, nn.Parameter) or not is_meta(self) else META
 
     @property
     def is_meta(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -31,8 +31,8 @@ from thalweg.zero.full_state_dict import distribute_like
 def refuse_change(old: str, new: str) -> NoReturn:
     """Raise ValueError: the parameters of a model in training stay as they are."""
     raise ValueError(
-        f"a parameter in training keeps its shape and dtype ({old}), so it cannot become {new}: change the model before "
-        "initialize(); the dtype it computes in is set by fp16 and bf16 of the config"
+        f"a parameter in training keeps its shape and dtype ({old}), so it cannot become {new}: change the model "
+        "before initialize(); the dtype it computes in is set by fp16 and bf16 of the config"
     )
 
 
