@@ -21,7 +21,7 @@ from tests.harness import run_ranks
 from tests.marks import nightly
 from tests.rlhf_support import make_tokenizer
 from tests.unit.infer_models import tiny_decoder
-from tests.unit.test_rlhf_data import make_tokenizer_with_a_beginning
+from tests.unit.test_rlhf_data import make_chatml_tokenizer, make_tokenizer_with_a_beginning
 from thalweg.infer import load_engine
 from thalweg.rlhf import weight_sync
 from thalweg.rlhf.config import RLHFConfig
@@ -173,6 +173,35 @@ def test_a_response_ends_at_any_of_the_generation_config_s_ends() -> None:
     ended = [response[-1] in ends for response in responses]
     assert rollout.ended.tolist() == ended and sum(ended) > 3
     assert not any(token in ends for response in responses for token in response[:-1])
+
+
+def _chat_ends(rank: int, world: int, folder: str) -> tuple[Rollout, list[int]]:
+    """A base model whose tokenizer and generation config end texts, and whose chats end with another token, which it
+    says at about every second place."""
+    config = replace(_config("grpo"), max_answer_seq_len=24, num_generations=8)
+    tokenizer = make_chatml_tokenizer()
+    turn_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    model = tiny_decoder("llama", vocab_size=len(tokenizer))
+    torch.nn.init.normal_(model.lm_head.weight.data[turn_end], std=100)
+    model.generation_config.eos_token_id = 7
+    actor = build_engine(model, config, num_updates=1, accumulation=8)
+    prompts = PromptSource([{"messages": [{"role": "user", "content": "a"}]}], tokenizer, 64, 0)
+    trainer = GRPOTrainer(config, actor, actor, tokenizer, prompts, lambda *_: torch.zeros(8))
+    rollout = trainer.collect(last=True)[0].rollout
+    trainer.close()
+    save_model(actor, tokenizer, f"{folder}/model")
+    actor.close()
+    return rollout, [tokenizer.eos_token_id, turn_end]
+
+
+def test_a_chat_s_response_is_one_turn_here_and_wherever_the_saved_model_goes(tmp_path: Path) -> None:
+    rollout, (text_end, turn_end) = run_ranks(_chat_ends, 1, str(tmp_path))[0]
+    responses = rollout.responses()
+    assert sum(response[-1] == turn_end for response in responses) > 4
+    assert rollout.ended.tolist() == [response[-1] in (turn_end, text_end, 7) for response in responses]
+    assert not any(turn_end in response[:-1] for response in responses)
+    saved = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    assert saved["eos_token_id"] == [7, text_end, turn_end]
 
 
 def _save_dropouts(rank: int, world: int, folder: str, lora_dim: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.rlhf_support import make_data, make_tokenizer
 from thalweg.rlhf.data import (
@@ -15,8 +16,10 @@ from thalweg.rlhf.data import (
     PromptSource,
     encode_example,
     encode_prompt,
+    end_ids,
     load_examples,
 )
+from thalweg.rlhf.packing import pack_rows
 
 TOKENIZER = make_tokenizer()
 
@@ -70,12 +73,143 @@ def test_forms_of_an_example(example: dict[str, Any], prompt: str, answer: str) 
     assert _text(encode_prompt(TOKENIZER, example)) == prompt
 
 
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make_chatml_tokenizer(eos_token: str = "<|end|>") -> Any:
+    """A tokenizer with Qwen's template, whose turns end with another token than its texts do."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "eos_token": eos_token})
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def talk(*texts: str) -> list[dict[str, str]]:
+    """A conversation that the user begins."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (CHATML, ["<|end|>", "<|im_end|>"]),
+        # Phi 3's end of a turn and then a text's; Gemma's, whose token for empty lines is an added one as well.
+        ("{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}<|end|>", ["<|end|>", "<|im_end|>"]),
+        ("{% for m in messages %}{{ m.content }}<|im_end|>\n\n{% endfor %}", ["<|end|>", "<|im_end|>"]),
+        ("{% for m in messages %}<|im_start|>{{ m.content }}\n{% endfor %}", ["<|end|>"]),
+        (None, ["<|end|>"]),
+    ],
+    ids=["chatml", "two ends", "an empty line", "no end", "none"],
+)
+def test_an_answer_ends_with_the_tokenizer_s_end_or_with_what_the_template_writes_behind_it(
+    template: str | None, ends: list[str]
+) -> None:
+    tokenizer = make_chatml_tokenizer()
+    tokenizer.add_tokens(["\n\n"])
+    tokenizer.chat_template = template
+    assert tokenizer.convert_ids_to_tokens(end_ids(tokenizer)) == ends
+
+
+def test_a_chat_s_answer_is_no_longer_than_a_response_can_be() -> None:
+    """The line's end that a template writes behind a turn's end is no part of it: a response ends before it, and a
+    reward model is read there."""
+    tokenizer = make_chatml_tokenizer("<|im_end|>")
+    answers = {"chosen": talk("", "b")[1:], "rejected": talk("", "c\n")[1:]}
+    (row,) = AnswerDataset([{"prompt": talk("a"), **answers}], tokenizer, 64, ("chosen", "rejected")).rows
+    assert [tokenizer.decode(row[name]) for name in answers] == ["b<|im_end|>", "c\n<|im_end|>"]
+    tokenizer.chat_template = CHATML.replace("<|im_end|>", "")  # the end of the line is all that ends a turn
+    texts = [{"prompt": "Q:", "chosen": f" yes{end}"} for end in ("", "<|im_end|>", "\n")]
+    rows = AnswerDataset([{"messages": talk("a", "b")}, *texts], tokenizer, 64).rows
+    answers = "b\n", " yes<|im_end|>", " yes<|im_end|>", " yes\n<|im_end|>"
+    assert tuple(tokenizer.decode(row["chosen"]) for row in rows) == answers
+
+
+THINKS = (  # as Qwen 3: the last turn is begun otherwise than those of history
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.last and m.role == 'assistant' %}<think></think>"
+    "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, THINKS], ids=["chatml", "thinks"])
+@pytest.mark.parametrize("max_length", [40, 60, 400])
+def test_every_turn_of_the_assistant_s_counts(template: str, max_length: int) -> None:
+    """Also where what comes before the last one does not fit."""
+    tokenizer = make_chatml_tokenizer()
+    tokenizer.chat_template = template
+    chats = [{"messages": talk("hi", "ho", "why?", "so", "and?", "no.")}, {"messages": talk("a", "b", "thanks, bye")}]
+    data = AnswerDataset(chats, tokenizer, max_length)
+    batch = data.collate(data.rows)
+    counted = map(tokenizer.decode, batch["input_ids"].masked_fill(~batch["response_mask"], tokenizer.eos_token_id))
+    thought = "<think></think>" * (template == THINKS)
+    expected = ["ho", "so", f"{thought}no."][: {40: 1, 60: 2, 400: 3}[max_length]], [f"{thought}b"]
+    said = [[part for part in text.split("<|end|>") if part] for text in counted]
+    assert said == [[f"{text}<|im_end|>" for text in texts] for texts in expected]
+    packed = PackedAnswers(data, 400)
+    assert torch.equal(packed.collate([data.rows])["response_mask"], batch["response_mask"])
+    laid_out = pack_rows(batch, 8, always=True)  # each token sees all that is before it, its end is where it was
+    assert laid_out is not None
+    tokens = laid_out.inputs["input_ids"].flatten()[laid_out.places]
+    assert torch.equal(tokens[batch["attention_mask"]], batch["input_ids"][batch["attention_mask"]])
+    places = laid_out.places[0][batch["attention_mask"][0]]
+    width = laid_out.inputs["input_ids"].shape[1]
+    seen = laid_out.inputs["attention_mask"][places[-1] // width, 0, places[-1] % width]
+    assert set(seen.nonzero().flatten().tolist()) == set((places % width).tolist())
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        # Mistral's: what stands before the last question alone.
+        CHATML.replace("m.role + ", "m.role + ('SYS' if loop.index0 == (messages | length - 1) // 2 * 2 else '') + "),
+        # gpt-oss's: an end that only the last turn has.
+        CHATML.replace("'<|im_end|>\n'", "('<|im_end|>' if loop.last and m.role == 'assistant' else '') + '\\n'"),
+    ],
+    ids=["the last question", "the last answer"],
+)
+def test_a_turn_that_the_template_writes_otherwise_in_history_does_not_count(template: str) -> None:
+    tokenizer = make_chatml_tokenizer()
+    assert template != CHATML
+    for counted, tokenizer.chat_template in ((1, template), (2, CHATML)):  # the control
+        data = AnswerDataset([{"messages": talk("hi", "ho", "why?", "so")}], tokenizer, 400)
+        batch = data.collate(data.rows)
+        said = tokenizer.decode(batch["input_ids"][batch["response_mask"]])
+        assert said == "ho<|im_end|>so<|im_end|>"[-12 * counted :]
+
+
+def test_what_the_user_says_last_is_no_answer() -> None:
+    """SFT leaves it out; a rollout answers it."""
+    chat = [{"role": "system", "content": "be brief"}, *talk("2+2?")]
+    (prompt, _), *_ = PromptSource([{"messages": chat}], TOKENIZER, 99, seed=0).items
+    assert _text(prompt) == "<system>be brief<user>2+2?<assistant>"
+    example = {"messages": talk("hi", "ho", "thanks, bye")}
+    assert tuple(map(_text, encode_example(TOKENIZER, example))) == ("<user>hi<assistant>", "ho<|end|>")
+    with pytest.raises(ValueError, match=r"an example has no chosen .* it has messages"):
+        encode_example(TOKENIZER, {"messages": chat})
+
+
+def test_a_text_is_not_its_own_rejected_answer() -> None:
+    with pytest.raises(ValueError, match=r"an example has no rejected .* it has text"):
+        AnswerDataset([{"text": "Q: a A: b"}], TOKENIZER, 64, ("chosen", "rejected"))
+
+
+def test_how_many_are_left_out_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": "p" * count, "chosen": "c"} for count in (3, 12, 14)]
+    with caplog.at_level("INFO", "thalweg"):
+        AnswerDataset(rows, TOKENIZER, 10)
+        PromptSource(rows, TOKENIZER, 12, seed=0)
+        AnswerDataset(rows, TOKENIZER, 20)
+    assert caplog.messages == [
+        "2 of 3 examples leave no room in max_seq_len 10: left out",
+        "1 of 3 prompts have not 1 to 12 tokens (max_prompt_seq_len): left out",
+    ]
+
+
 def test_a_pair_of_conversations_follows_what_they_have_in_common() -> None:
     """Also where they part before the last message: only then does a user's turn count, as TRL's."""
-
-    def talk(*texts: str) -> list[dict[str, str]]:
-        return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-
     same = {"prompt": "a", "chosen": talk("a", "b"), "rejected": talk("a", "c")}
     early = {"chosen": talk("a", "b", "c", "d"), "rejected": talk("a", "x", "y", "z")}
     rows = AnswerDataset([same, early], TOKENIZER, 99, ("chosen", "rejected")).rows

@@ -4,15 +4,15 @@ An example is a row of a dataset, in one of these forms:
 
 - ``prompt`` with ``chosen`` and, for preferences, ``rejected``: texts as DeepSpeed-Chat's, or lists of chat messages,
   in which without a list of them as ``prompt`` all but the last are the prompt;
-- ``messages``: a conversation, whose last message is the answer;
+- ``messages``: a conversation; the assistant's last message is the answer, and SFT's loss is on those before it, too;
 - ``text``: all of it counts.
 
 Texts go to the tokenizer as they are, behind its token of the beginning where it puts one in front; messages through
 its chat template.  Further columns reach a reward function.
 """
 
-from collections.abc import Callable, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Container, Sequence
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,8 +95,10 @@ def _split(example: Example, column: str = "chosen") -> tuple[Any, Any]:
     an answer alone is to that text.
     """
     messages = example.get("messages") if column == "chosen" else None
+    if messages and messages[-1]["role"] != "assistant":
+        return messages, None
     prompt: Any = example.get("prompt")
-    answer: Any = messages or example.get(column, example.get("text"))
+    answer: Any = messages or example.get(column, example.get("text") if column == "chosen" else None)
     if messages or (isinstance(answer, list) and isinstance(prompt or "", str)):
         asked = [{"role": "user", "content": prompt}] if prompt else None
         return answer[:-1] or asked, answer[-1:]
@@ -114,14 +116,17 @@ def encode_prompt(tokenizer: Any, example: Example) -> list[int]:
 
 
 def encode_example(tokenizer: Any, example: Example, column: str = "chosen") -> tuple[list[int], list[int]]:
-    """Return the tokens before an answer, and its own with the end token.
+    """Return the tokens before an answer, and its own: of a text with the end token, of a chat as its template writes
+    it.  What comes behind the assistant's last message is left out.
 
     Raises:
         ValueError: the example has no such answer, or its chat template writes what is before it in another way.
     """
+    while example.get("messages") and example["messages"][-1]["role"] != "assistant":
+        example = example | {"messages": example["messages"][:-1]}
     before, answer = _split(example, column)
     if answer is None:
-        raise ValueError(f"an example has none of {column}, messages, text: it has {', '.join(example)}")
+        raise ValueError(f"an example has no {column} (or messages, text for chosen): it has {', '.join(example)}")
     if isinstance(answer, str):
         tokens = tokenizer(answer, add_special_tokens=False)["input_ids"]
         return encode_prompt(tokenizer, example), [*tokens, tokenizer.eos_token_id]
@@ -135,26 +140,70 @@ def encode_example(tokenizer: Any, example: Example, column: str = "chosen") -> 
     raise ValueError("the chat template writes messages otherwise once an answer follows: give another, or texts")
 
 
+def end_ids(tokenizer: Any) -> list[int]:
+    """The tokens that an answer may end with: the tokenizer's end, and what its chat template writes behind an answer,
+    as a turn's end that is not a text's."""
+    if tokenizer.chat_template is None:
+        return [tokenizer.eos_token_id]
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    whole, added = list(tokenizer.apply_chat_template(chat, return_dict=False)), tokenizer.added_tokens_decoder
+    tail = [token for token in _tail(tokenizer, whole, added) if tokenizer.decode([token]).strip()]
+    return list(dict.fromkeys([tokenizer.eos_token_id, *tail]))
+
+
+def _tail(tokenizer: Any, tokens: list[int], marks: Container[int]) -> list[int]:
+    """What stands behind the last word: marks, and what is blank."""
+    backwards = takewhile(lambda token: token in marks or not tokenizer.decode([token]).strip(), reversed(tokens))
+    return list(backwards)[::-1]
+
+
+def _until_end(tokenizer: Any, answer: list[int], ends: Sequence[int]) -> list[int]:
+    """An answer with its end and nothing behind that, where a template begins a new line and no response does."""
+    tail = _tail(tokenizer, answer, ends)
+    more = next((len(tail) - i - 1 for i, token in enumerate(tail) if token in ends), 0)
+    return answer[: len(answer) - more]
+
+
+def _find_turns(tokenizer: Any, messages: Any, before: list[int], ends: Sequence[int]) -> list[slice]:
+    """Where in the tokens ``before`` the last answer there are earlier ones, each with its end: those that stand there
+    as the template begins an answer."""
+    asked = [messages[:i] for i, message in enumerate(messages) if i and message["role"] == "assistant"]
+    prompts = [encode_prompt(tokenizer, {"prompt": prompt}) for prompt in asked]
+    starts = [len(prompt) for prompt in prompts if prompt == before[: len(prompt)]]
+    turns = list[slice]()
+    for start, limit in pairwise([*starts, len(before)]):
+        if stops := [place + 1 for place in range(start, limit) if before[place] in ends]:
+            turns.append(slice(start, stops[0]))
+    return turns
+
+
 class AnswerDataset(Dataset[Any]):
     """Examples as tokens: ``prompt`` and an answer for each of ``columns``; rows of ``max_length`` tokens at most.
 
-    An answer that does not fit is cut at its end, a prompt that leaves none room is left out.
+    An answer that does not fit is cut at its end, a prompt that leaves none room is left out.  With one column what the
+    assistant has said earlier in ``messages`` (``turns`` of the prompt) are answers, too.
     """
 
     def __init__(
         self, examples: Sequence[Example], tokenizer: Any, max_length: int, columns: Sequence[str] = ("chosen",)
     ) -> None:
         self.pad_id, self.columns, self.rows = pad_token_id(tokenizer), tuple(columns), list[Any]()
+        ends = end_ids(tokenizer)
         for example in examples:
             pairs = [encode_example(tokenizer, example, column) for column in columns]
             # What all answers follow: the conversations of a pair may part before their last messages.
             side_by_side = zip(*(before for before, _ in pairs), strict=False)
             prompt = [tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, side_by_side)]
-            if len(prompt) < max_length - 1:
-                texts = ([*before, *answer][len(prompt) : max_length] for before, answer in pairs)
-                self.rows.append({"prompt": prompt, **dict(zip(columns, texts, strict=True))})
+            turns = _find_turns(tokenizer, example.get("messages", ()), prompt, ends) if len(columns) == 1 else []
+            if min([len(prompt), *(turn.start for turn in turns)]) < max_length - 1:
+                wholes = ([*before, *_until_end(tokenizer, answer, ends)] for before, answer in pairs)
+                answers = (whole[len(prompt) : max_length] for whole in wholes)
+                row: Any = {"prompt": prompt[:max_length], **dict(zip(columns, answers, strict=True))}
+                self.rows.append(row | ({"turns": turns} if turns else {}))
         if not self.rows:
             raise ValueError(f"no example has room for an answer in max_seq_len {max_length}: give more")
+        if left_out := len(examples) - len(self.rows):
+            log.info("%d of %d examples leave no room in max_seq_len %d: left out", left_out, len(examples), max_length)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -163,12 +212,15 @@ class AnswerDataset(Dataset[Any]):
         return self.rows[index]
 
     def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
-        """Pad rows on the right: ``input_ids``, ``attention_mask``, ``response_mask``, all of the first column's rows
-        before those of the second's."""
+        """Pad rows on the right: ``input_ids``, ``attention_mask``, ``response_mask`` (what counts), all of the first
+        column's rows before those of the second's."""
         prompts = [row["prompt"] for _ in self.columns for row in rows]
         answers = [row[column] for column in self.columns for row in rows]
-        names = "input_ids", "attention_mask", "response_mask"
-        return dict(zip(names, pad_sequences(prompts, answers, self.pad_id), strict=True))
+        input_ids, attention_mask, response_mask = pad_sequences(prompts, answers, self.pad_id)
+        for number, row in enumerate(rows):
+            for turn in row.get("turns", ()):
+                response_mask[number, turn] = True
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "response_mask": response_mask}
 
 
 class PackedAnswers(AnswerDataset):
@@ -217,6 +269,9 @@ class PromptSource:
         if not self.items:
             raise ValueError(f"no prompt has 1 to {max_length} tokens: set max_prompt_seq_len")
         self.longest = max(len(prompt) for prompt, _ in self.items)
+        if left_out := len(encoded) - len(self.items):
+            counts = left_out, len(encoded), max_length
+            log.info("%d of %d prompts have not 1 to %d tokens (max_prompt_seq_len): left out", *counts)
 
     def take(self, iteration: int, count: int, rank: int, world_size: int) -> list[tuple[list[int], Example]]:
         """Return this rank's ``count`` prompts of an iteration; one pass after another, each in an order of its own."""

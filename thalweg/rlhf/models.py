@@ -21,9 +21,11 @@ from thalweg.infer.config import EngineConfig
 from thalweg.infer.loader.hf import get_model_kind, load_model, to_local_folder
 from thalweg.infer.precision import eval_mode
 from thalweg.infer.quantization.checkpoints import check_all_loaded
+from thalweg.infer.types import to_token_tuple
 from thalweg.parallel_dims import control_group
 from thalweg.parallelize import parallel_dims_from_config
 from thalweg.rlhf.config import RLHFConfig, read_mapping
+from thalweg.rlhf.data import end_ids
 from thalweg.rlhf.packing import forward_rows, response_logprobs
 from thalweg.rlhf.rollout import Rollout
 from thalweg.rlhf.weight_sync import ActorWeights
@@ -332,7 +334,7 @@ def as_reference(reference: Engine | None, actor: Engine) -> Iterator[Engine]:
 
 def save_model(engine: Engine, tokenizer: Any, directory: str | Path) -> None:
     """Write the model whole, adapters merged, in Hugging Face's layout, all at once, and PEFT's own files of an adapter
-    below ``adapter``; collective."""
+    below ``adapter``; its generation config has the ends that it was trained with as well; collective."""
     adapted: Any = engine.module
     adapter_state = engine.state_dict() if hasattr(adapted, "peft_config") else None
     weights = ActorWeights(engine, torch.float32, torch.device("cpu"))
@@ -345,6 +347,9 @@ def save_model(engine: Engine, tokenizer: Any, directory: str | Path) -> None:
             remove_tree(FileSystem(), stale)
         for config, name, value in getattr(weights.skeleton, "own_dropouts", ()):  # the copy's, not those that train
             setattr(config, name, value)
+        if (generation := getattr(weights.skeleton, "generation_config", None)) is not None:
+            ends = (*to_token_tuple(generation.eos_token_id), *end_ids(tokenizer))
+            generation.eos_token_id = list(dict.fromkeys(ends))
         weights.skeleton.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         if adapter_state is not None:

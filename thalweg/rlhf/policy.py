@@ -38,7 +38,7 @@ from thalweg.infer.types import SamplingParams
 from thalweg.parallel_dims import control_group
 from thalweg.rlhf import checkpoint, losses, models
 from thalweg.rlhf.config import RLHFConfig
-from thalweg.rlhf.data import AnswerDataset, Example, PromptSource, pad_token_id
+from thalweg.rlhf.data import AnswerDataset, Example, PromptSource, end_ids, pad_token_id
 from thalweg.rlhf.packing import forward_rows, response_logprobs
 from thalweg.rlhf.rollout import Rollout, RolloutAhead, generate_rollout
 from thalweg.rlhf.rollout_ranks import RolloutRanks
@@ -157,7 +157,7 @@ class GRPOTrainer:
         )
         self.params = SamplingParams(
             max_tokens=config.max_answer_seq_len, temperature=config.temperature,
-            stop_token_ids=(tokenizer.eos_token_id,),  # and at what the generation config ends with, as a turn's end
+            stop_token_ids=tuple(end_ids(tokenizer)),  # and at what the generation config ends with
         )  # fmt: skip
         self.samples: list[dict[str, Any]] = []
         self._ahead: RolloutAhead | None = None
