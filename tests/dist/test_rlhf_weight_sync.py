@@ -164,7 +164,7 @@ TARGETS = {"llama": ["q_proj", "v_proj", "down_proj"], "gpt2": ["c_attn", "c_pro
     ("stage", "kind", "fields"),
     [
         nightly(3, "gpt2", {"use_rslora": True, "fan_in_fan_out": True}),
-        (3, "llama", {"use_dora": True}),
+        (3, "llama", {"use_dora": True, "target_modules": [*TARGETS["llama"], "embed_tokens"]}),
         nightly(1, "llama", {}),
         nightly(0, "gpt2", {"fan_in_fan_out": True}),
     ],
@@ -172,6 +172,41 @@ TARGETS = {"llama": ["q_proj", "v_proj", "down_proj"], "gpt2": ["c_attn", "c_pro
 def test_lora_is_merged_for_generation_and_the_base_is_as_it_was(stage: int, kind: str, fields: dict[str, Any]) -> None:
     lora = {"target_modules": TARGETS[kind], "task_type": "CAUSAL_LM", **fields}
     _check(run_ranks(_generate, 2, stage, kind, False, lora), 1e-4)
+
+
+def _adapted(rank: int, world: int) -> tuple[list[str], float]:
+    """What is said of adapters that cannot be merged; and how far off rollouts are by one on tied layers that can."""
+    import peft
+
+    task, said = {"task_type": "CAUSAL_LM"}, []
+    config = {"train_micro_batch_size_per_gpu": 1, "log_level": "error"}
+    config |= {"optimizer": {"type": "AdamW", "params": {"lr": 3e-2}}}
+    for kind, adapter in (
+        ("llama", peft.PrefixTuningConfig(num_virtual_tokens=4, **task)),
+        ("llama", peft.LNTuningConfig(**task)),
+        ("qwen2_moe", peft.LoraConfig(target_modules=[], target_parameters=["mlp.experts.down_proj"], **task)),
+        ("tied", peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], **task)),
+        ("tied", peft.LoraConfig(target_modules=["q_proj", "lm_head"], **task)),
+        ("tied", peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [5, 9]}, **task)),
+    ):
+        model = tiny_decoder("llama", tie_word_embeddings=True) if kind == "tied" else tiny_decoder(kind)
+        engine = thalweg.initialize(model=peft.get_peft_model(model, adapter), config=config)[0]
+        try:
+            hybrid = HybridEngine(engine)
+        except ValueError as error:
+            said.append(str(error).partition(":")[0])
+            engine.close()
+    for round_ in range(2):
+        _train(engine, round_)
+        with hybrid.generation() as core:
+            params = SamplingParams(max_tokens=NEW, temperature=0)
+            rollout = generate_rollout(core, PROMPTS[0], params, seed=0, pad_id=0)
+    return said, float(_gap(engine, rollout).max())
+
+
+def test_adapters_that_are_no_change_of_one_layer_s_weight_are_refused() -> None:
+    said, gap = run_ranks(_adapted, 1)[0]
+    assert said == ["PrefixTuningConfig", "LNTuningLayer", "ParamWrapper", "Embedding", "Linear"] and gap < 1e-4
 
 
 def _families(rank: int, world: int, kinds: list[str]) -> list[str]:

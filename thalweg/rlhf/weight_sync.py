@@ -62,7 +62,8 @@ class HybridEngine:
     ``load_engine``.
 
     Raises:
-        ValueError: the actor has stages of a pipeline, or there are no groups of so many ranks.
+        ValueError: the actor has stages of a pipeline, or adapters that cannot be merged into its weights; or there are
+            no groups of so many ranks.
     """
 
     def __init__(
@@ -215,6 +216,9 @@ class ActorWeights:
     """A model in training as a plain one whose weights are gathered when they are read, within :meth:`reading`.
 
     ``skeleton``: the base model, without adapters.  ``dtype``: of the gathered weights.
+
+    Raises:
+        ValueError: adapters that cannot be merged into it.
     """
 
     def __init__(self, engine: Engine, dtype: torch.dtype, device: torch.device) -> None:
@@ -230,6 +234,7 @@ class ActorWeights:
         skeleton: Any = copy.deepcopy(actor, memo).eval()
         self._quantized = self._replace_quantized(skeleton)
         self._adapters = _remove_adapters(skeleton)
+        _check_adapters(skeleton, self._adapters)
         self.skeleton: Any = skeleton.get_base_model() if hasattr(skeleton, "peft_config") else skeleton
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
         self._bucket: tuple[nn.Module, ...] = ()
@@ -268,9 +273,12 @@ class ActorWeights:
                 _free(self._bucket_memory)
 
     def describe(self) -> specs.DecoderSpec:
-        """Gather what an engine reads where it lies, and describe the model; its linear layers gather themselves as
-        they are read.  Collective."""
+        """Gather what an engine reads where it lies, adapters merged, and describe the model; its linear layers gather
+        themselves as they are read.  Collective."""
         self._gather(name for name in self._whole_names() if name not in self._bucketed)
+        for base_layer in self._adapters:
+            if self._names[id(base_layer.weight)] not in self._bucketed:
+                self._merge(base_layer)
         # A transposed view can only be made of a tensor that has memory, though nobody looks at it.
         transposed: list[Any] = [m for m in self.skeleton.modules() if type(m).__name__ == "Conv1D"]
         for module in transposed:
@@ -321,9 +329,6 @@ class ActorWeights:
     def _on_demand(self, layer: specs.LinearSpec) -> specs.LinearSpec:
         if any(self._names[id(module.weight)] in self._bucketed for module in layer.modules):
             return _BucketedLinear(layer, self._fetch)
-        for module in layer.modules:
-            if module in self._adapters:
-                raise specs.UnsupportedModelError("an adapter on a layer that shares its weight with the embedding")
         return layer
 
     def _fetch(self, modules: tuple[nn.Module, ...]) -> None:
@@ -418,6 +423,22 @@ def _remove_adapters(skeleton: nn.Module) -> dict[nn.Module, Any]:
                 adapters[base_layer] = child
                 setattr(owner, name, base_layer)
     return adapters
+
+
+def _check_adapters(skeleton: Any, adapters: Mapping[nn.Module, Any]) -> None:
+    """Raise ValueError where an adapter is no change of one layer's weight, which is what can be merged."""
+    owners = Counter(id(param) for module in skeleton.modules() for param in module.parameters(recurse=False))
+    found = [each for each in getattr(skeleton, "peft_config", {}).values() if each.is_prompt_learning]
+    for base_layer, adapter in adapters.items():
+        # Of trained tokens both layers of a pair set the same rows.
+        is_alone = owners[id(getattr(base_layer, "weight", None))] == 1 or hasattr(adapter, "trainable_tokens_delta")
+        if not is_alone or hasattr(adapter, "ln_tuning_layers"):
+            found.append(adapter)
+    if found:
+        raise ValueError(
+            f"{type(found[0]).__name__}: an actor's adapters are merged into a weight that is one layer's alone, and "
+            "this one cannot be: leave out prompts, LNTuning, parameters of experts and one of two tied layers"
+        )
 
 
 def _storage(tensor: Any) -> int:
