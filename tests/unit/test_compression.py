@@ -259,6 +259,38 @@ def test_several_techniques_together_are_what_was_computed() -> None:
     assert plain[0].weight.shape == (8, 6) and 0.3 < float((plain[0].weight == 0).float().mean()) < 0.8
 
 
+@pytest.mark.parametrize("modules", [["*"], ["lm_head"]])
+@pytest.mark.parametrize("pruned", [{}, {"method": "l1"}, {"method": "topk"}])
+def test_an_embedding_that_is_the_head_is_in_the_end_what_was_computed_with(
+    modules: list[str], pruned: dict[str, Any]
+) -> None:
+    """One weight, rounded and masked once, also where one of its two layers is named alone; trained for three steps."""
+    config = technique("weight_quantization", modules, {"start_bits": 4, "target_bits": 4})
+    if pruned:
+        config["compression_training"] |= technique("sparse_pruning", modules, {"dense_ratio": 0.4}, **pruned)[
+            "compression_training"
+        ]
+    model = tiny_decoder("llama", tie_word_embeddings=True)
+    with torch.no_grad():  # rows of other sizes, as those of frequent and rare tokens
+        model.lm_head.weight.mul_(torch.logspace(-1, 1, len(model.lm_head.weight))[:, None])
+    model = init_compression(model, config)
+    tokens, optimizer = torch.arange(24).view(2, 12), torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        tick(model)
+    head = iter_compressed(model)["lm_head"].compression
+    assert head.steps == 3 and head is iter_compressed(model)["model.embed_tokens"].compression
+    want, weight = model(tokens).logits.detach(), model.lm_head.weight.detach().clone()
+    plain = redundancy_clean(model, config)
+    torch.testing.assert_close(plain(tokens).logits, want)
+    assert plain.lm_head.weight is plain.model.embed_tokens.weight
+    assert not torch.equal(plain.lm_head.weight, weight)
+    if pruned:
+        assert float((plain.lm_head.weight == 0).float().mean()) > 0.55
+
+
 def _bert() -> Any:
     import transformers
 

@@ -77,7 +77,7 @@ def _apply_technique(model: nn.Module, technique: str, shared: Any, groups: Mapp
                     raise ValueError(f"{where}: {name} is in {seen[name]} already: narrow the modules of one of them")
                 seen[name] = group_name
                 layer = model.get_submodule(name)
-                compression = layers.compress_layer(layer, len(layers.iter_compressed(model)))
+                compression = layers.compress_layer(model, layer, len(layers.iter_compressed(model)))
                 for required in _REQUIRED_PARAMS[technique]:
                     if getattr(group.params, required) is None:
                         raise ValueError(f"{where}.params has no {required}: say it there")
@@ -89,7 +89,7 @@ def _apply_technique(model: nn.Module, technique: str, shared: Any, groups: Mapp
                     quantize_layer_weight(layer, compression, spec, at)
                 elif technique == "activation_quantization":
                     _quantize_activation(compression, shared, group.params.bits)
-                else:
+                elif getattr(compression, PRUNING[technique]) is None:
                     names_related = tuple(partner[index] for partner in partners)
                     mask = _make_mask(model, layer, technique, shared, group.params, names_related, at)
                     setattr(compression, PRUNING[technique], mask)
@@ -128,9 +128,11 @@ def weight_quantization(
 
 
 def quantize_layer_weight(layer: Any, compression: layers.Compression, spec: WeightQuantization, where: str) -> None:
-    """Check that a specification suits a layer, and have it quantised; a table by rows (tokens)."""
-    if isinstance(layer, nn.Embedding):
-        spec = replace(spec, num_groups=layer.num_embeddings)
+    """Check that a specification suits a layer, and have it quantised unless it is; a table by rows (tokens)."""
+    if compression.weight is not None:
+        return
+    if compression.is_table:
+        spec = replace(spec, num_groups=len(layer.weight))
     if layer.weight.numel() % spec.num_groups:
         raise ValueError(f"{where}: {spec.num_groups} quantize_groups do not divide {tuple(layer.weight.shape)}")
     if spec.target_bits < 3 and not (spec.symmetric and not spec.stochastic):

@@ -97,7 +97,7 @@ class Compression(nn.Module):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.seed = seed
+        self.seed, self.is_table = seed, False  # is_table: of an embedding, perhaps among others
         self.weight: WeightQuantization | None = None
         self.activation: ActivationQuantization | None = None
         self.sparse: Mask | None = None
@@ -245,13 +245,19 @@ def is_compressible(module: nn.Module) -> bool:
     return is_plain or isinstance(module, CompressedLayer)
 
 
-def compress_layer(module: nn.Module, seed: int) -> Compression:
-    """The layer's compression, empty where it had none; in place."""
+def compress_layer(model: nn.Module, module: Any, seed: int) -> Compression:
+    """The compression of a model's layer, empty where it had none; in place.
+
+    Layers with one weight, as an embedding that is the head, have one compression: the weight is one in the end.
+    """
     if not isinstance(module, CompressedLayer):
-        module.compression = Compression(seed)
-        module.compression.train(module.training)
-        module.__class__ = _compressed_class(type(module))
-    return module.compression  # type: ignore[return-value]
+        compression = Compression(seed).train(module.training)
+        for layer in list[Any](model.modules()):
+            if is_compressible(layer) and layer.weight is module.weight:
+                layer.compression = compression
+                compression.is_table |= isinstance(layer, nn.Embedding)
+                layer.__class__ = _compressed_class(type(layer))
+    return module.compression
 
 
 def restore_layer(module: CompressedLayer) -> None:

@@ -67,9 +67,8 @@ def _quantize_all(model: nn.Module, section: Any) -> None:
     spec = weight_quantization(section, section.quantize_bits, *pace, kind, algorithm.rounding)
     for index, (name, module) in enumerate(list(model.named_modules())):
         if is_compressible(module):
-            compression = compress_layer(module, index)
-            if compression.weight is None:
-                quantize_layer_weight(module, compression, spec, f"quantize_training: {name}")
+            compression = compress_layer(model, module, index)
+            quantize_layer_weight(module, compression, spec, f"quantize_training: {name}")
 
 
 class CompressionSchedule(StepListener):
@@ -78,14 +77,14 @@ class CompressionSchedule(StepListener):
     def __init__(
         self, layers: dict[str, CompressedLayer], group: dist.ProcessGroup | None, eigenvalues: BlockEigenvalues | None
     ) -> None:
-        self._compressions = {name: layer.compression for name, layer in layers.items()}
+        self._compressions = {layer.compression: name for name, layer in layers.items()}  # of two layers it may be one
         self._group, self._eigenvalues = group, eigenvalues
 
     def after_step(self, result: StepResult) -> None:
         """Every layer is a step further."""
-        due = any(compression.switch_is_due for compression in self._compressions.values())
+        due = any(compression.switch_is_due for compression in self._compressions)
         factors = self._eigenvalues.period_factors() if due and self._eigenvalues is not None else {}
-        for name, compression in self._compressions.items():
+        for compression, name in self._compressions.items():
             switched = compression.advance(factors.get(name, 1))
             if switched and compression.weight is not None and compression.weight.verbose:
                 _log.info(
@@ -95,7 +94,7 @@ class CompressionSchedule(StepListener):
         self._update_ranges()
 
     def _update_ranges(self) -> None:
-        static = [c for c in self._compressions.values() if c.activation is not None and c.activation.static]
+        static = [c for c in self._compressions if c.activation is not None and c.activation.static]
         if not static:
             return
         sign = static[0].seen.new_tensor([1.0, -1.0])
