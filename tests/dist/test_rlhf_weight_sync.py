@@ -194,7 +194,7 @@ def _adapted(rank: int, world: int) -> tuple[list[str], float]:
         try:
             hybrid = HybridEngine(engine)
         except ValueError as error:
-            said.append(str(error).partition(":")[0])
+            said.append(str(error).partition(" cannot be merged")[0])
             engine.close()
     for round_ in range(2):
         _train(engine, round_)

@@ -438,6 +438,28 @@ def test_the_distillation_loss_is_its_formula_and_zero_at_the_teacher() -> None:
     torch.testing.assert_close(loss, want)
 
 
+def test_a_batch_that_is_padded_has_the_distillation_loss_of_its_rows() -> None:
+    teacher, student, rows = _gpt2(), init_compression(_gpt2(), _reduction([1])), [[5, 9, 2, 7, 7, 1], [3, 8]]
+    how: Any = {"output_hidden_states": True, "output_attentions": True, "use_cache": False}
+    weights = {"temperature": 2.0, "hidden_weight": 0.5, "attention_weight": 0.0}
+    for model in (teacher, student):
+        model.set_attn_implementation("eager")
+
+    def loss(ids: Tensor, mask: Tensor | None, **weights: Any) -> Tensor:
+        out, target = (model(ids, attention_mask=mask, **how) for model in (student, teacher))
+        return distillation_loss(out, target, **weights, mask=None if mask is None else mask.bool())
+
+    padded = torch.tensor([rows[0], rows[1] + [0] * 4])
+    mask = torch.tensor([[1] * 6, [1] * 2 + [0] * 4])
+    alone = [loss(torch.tensor([row]), None, **weights) * len(row) for row in rows]
+    torch.testing.assert_close(loss(padded, mask, **weights), sum(alone) / 8)
+    assert abs(loss(padded, None, **weights) - sum(alone) / 8) > 1e-3  # the control
+    weights |= {"hidden_weight": 0.0, "attention_weight": 1.0}  # the queries of padding do not count
+    before = loss(padded, mask, **weights)
+    padded[1, 2:] = 9
+    torch.testing.assert_close(loss(padded, mask, **weights), before)
+
+
 # MoQ's eigenvalues
 
 

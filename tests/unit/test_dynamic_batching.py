@@ -161,3 +161,21 @@ def test_padding_is_at_the_end_of_each_field() -> None:
     assert batch["input_ids"].tolist() == [[1, 2, 3], [7, 0, 0]]
     assert batch["labels"].tolist() == [[4, 5, 6], [8, -100, -100]] and batch["n"].tolist() == [1, 2]
     assert pad_collate([(torch.ones(2), 1), (torch.ones(1), 0)])[0].tolist() == [[1, 1], [1, 0]]
+
+
+@pytest.mark.parametrize("name", ["labels", "labels_BT", "chosen_labels"])
+def test_padding_of_labels_is_no_token_whatever_their_field_is_called(name: str) -> None:
+    short, long = torch.tensor([5]), torch.tensor([5, 6, 7])
+    batch = pad_collate([{"tokens_BT": one, name: one} for one in (long, short)])
+    assert batch["tokens_BT"].tolist() == [[5, 6, 7], [5, 0, 0]] and batch[name].tolist() == [
+        [5, 6, 7],
+        [5, -100, -100],
+    ]
+
+
+def test_of_a_pair_the_second_is_labels_where_it_is_whole_numbers() -> None:
+    rows = torch.tensor([5, 6, 7]), torch.tensor([5])
+    assert pad_collate([(one, one) for one in rows])[1].tolist() == [[5, 6, 7], [5, -100, -100]]
+    assert pad_collate([(one, one.float()) for one in rows])[1].tolist() == [[5, 6, 7], [5, 0, 0]]
+    assert pad_collate([(one, one.ne(0)) for one in rows])[1].tolist() == [[True] * 3, [True, False, False]]
+    assert pad_collate([(one, one, one) for one in rows])[2].tolist() == [[5, 6, 7], [5, 0, 0]]  # of three nobody knows

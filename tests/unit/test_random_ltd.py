@@ -88,14 +88,15 @@ def test_values_and_gradients_of_the_reference_gpt() -> None:
 def _masked(inner: Callable[..., Any], kept_BT: Tensor, causal: bool, padding: Tensor | None) -> Callable[..., Any]:
     """The whole layer, in which no token sees those that are left out, and these keep what they were."""
 
-    def forward(self: Any, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         seen = kept_BT[:, None, None, :].expand(-1, 1, T, T).clone()
         if causal:
             seen &= torch.ones(T, T, dtype=torch.bool).tril()
         if padding is not None:
             seen &= padding[:, None, None, :].bool()
         mask = torch.zeros(seen.shape).masked_fill(~(seen | torch.eye(T, dtype=torch.bool)), -1e9)
-        output = inner(self, hidden_states, mask, *args, **kwargs)
+        args, named = ((mask, *args[1:]), {}) if args else ((), {"attention_mask": mask})
+        output = inner(self, hidden_states, *args, **kwargs | named)
         first = output[0] if isinstance(output, tuple) else output
         whole = torch.where(kept_BT[..., None], first, hidden_states)
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
@@ -118,7 +119,14 @@ def _bert(transformers: Any) -> tuple[nn.Module, Any, bool]:
     return model, model.bert.encoder.layer, False
 
 
-@pytest.mark.parametrize("build", [_llama, _bert])
+def _bloom(transformers: Any) -> tuple[nn.Module, Any, bool]:
+    model = transformers.BloomForCausalLM(
+        transformers.BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=3, n_head=2)
+    )
+    return model, model.transformer.h, True
+
+
+@pytest.mark.parametrize("build", [_llama, _bert, _bloom])
 @pytest.mark.parametrize("padded", [False, True])
 def test_hugging_face_layers_get_the_masks_and_positions_of_their_tokens(build: Any, padded: bool) -> None:
     transformers = pytest.importorskip("transformers")

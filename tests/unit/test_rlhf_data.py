@@ -204,7 +204,7 @@ def test_how_many_are_left_out_is_said(caplog: pytest.LogCaptureFixture) -> None
         AnswerDataset(rows, TOKENIZER, 20)
     assert caplog.messages == [
         "2 of 3 examples leave no room in max_seq_len 10: left out",
-        "1 of 3 prompts have not 1 to 12 tokens (max_prompt_seq_len): left out",
+        "1 of 3 prompts do not fit max_prompt_seq_len 12: left out",
     ]
 
 

@@ -56,13 +56,12 @@ def redundancy_clean(model: Any, deepspeed_config: Any = None, mpu: Any = None) 
     if plain is not model or any(type(param) is not nn.Parameter for param in plain.parameters()):
         whole = {id(p): nn.Parameter(gather_master(p), requires_grad=p.requires_grad) for p in plain.parameters()}
         plain = copy.deepcopy(plain, whole)  # collective
-    layers, done = iter_compressed(plain), set[nn.Module]()
-    for layer in layers.values():
+    layers = iter_compressed(plain)
+    # A weight of two layers once: what a mask has hidden may have told the scale.
+    for layer in {layer.compression: layer for layer in layers.values()}.values():
         rows, bias = get_rows(layer), getattr(layer, "bias", None)
         final_rows, final_bias = layer.compression.rows_and_bias(rows, bias, final=True)
-        if layer.compression not in done:  # a weight of two layers once: a mask may have hidden what told the scale
-            rows.copy_(final_rows)
-        done.add(layer.compression)
+        rows.copy_(final_rows)
         if bias is not None and final_bias is not None:
             bias.copy_(final_bias)
     removals = [one for one in _iter_removals(plain, layers) if one.mask.related]

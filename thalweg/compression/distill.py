@@ -88,18 +88,24 @@ def _keep_layers(model: nn.Module, layers: nn.ModuleList, kept: list[nn.Module])
 
 
 def distillation_loss(
-    student: Any, teacher: Any, *, temperature: float = 1.0, hidden_weight: float = 1.0, attention_weight: float = 0.0
-) -> Tensor:
+    student: Any, teacher: Any, *, temperature: float = 1.0, hidden_weight: float = 1.0, attention_weight: float = 0.0,
+    mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """How far a student's outputs are from its teacher's: a scalar to add to the task's own loss.
 
     The cross entropy of the softened logits (times the temperature squared; Hinton et al. 2015), the mean squared
     error of hidden states, and of attention probabilities, where both models return them (``output_hidden_states``,
     ``output_attentions``).  A student's layer is compared with the teacher's at the same share of the depth.  Outputs
-    are Hugging Face's, or logits (..., classes); the teacher's are not differentiated.
+    are Hugging Face's, or logits (..., classes); the teacher's are not differentiated.  ``mask``, bool (B, T): the
+    tokens whose outputs count, as those that are no padding; by default all.
     """
-    logits, target = (out if isinstance(out, Tensor) else out.logits for out in (student, teacher))
-    soft = F.softmax(target.detach().float() / temperature, -1).flatten(0, -2)
-    loss = F.cross_entropy(logits.float().flatten(0, -2) / temperature, soft) * temperature**2
+
+    def select(x: Tensor) -> Tensor:  # of attentions, (B, heads, T, T), the queries
+        return (x if mask is None else (x.transpose(1, 2) if x.dim() == 4 else x)[mask]).float()
+
+    logits, target = (select(out if isinstance(out, Tensor) else out.logits) for out in (student, teacher))
+    soft = F.softmax(target.detach() / temperature, -1).flatten(0, -2)
+    loss = F.cross_entropy(logits.flatten(0, -2) / temperature, soft) * temperature**2
     for name, weight in (("hidden_states", hidden_weight), ("attentions", attention_weight)):
         ours, theirs = (getattr(out, name, None) for out in (student, teacher))
         if weight and ours and theirs:
@@ -107,5 +113,5 @@ def distillation_loss(
             if name == "hidden_states":  # the first is the embeddings'
                 depth, inner = len(theirs) - 1, max(1, len(ours) - 1)
                 pairs = [(x, theirs[i * depth // inner]) for i, x in enumerate(ours)]
-            loss = loss + weight * sum(F.mse_loss(x.float(), y.detach().float()) for x, y in pairs) / len(pairs)
+            loss = loss + weight * sum(F.mse_loss(select(x), select(y).detach()) for x, y in pairs) / len(pairs)
     return loss

@@ -115,7 +115,10 @@ def measure_length(sample: Any) -> int:
 
 
 def pad_collate(samples: list[Any]) -> Any:
-    """Collate samples of different lengths: each field padded at its end, labels with -100, others with 0."""
+    """Collate samples of different lengths: each field padded at its end, labels with -100, others with 0.
+
+    Labels are what has ``labels`` in its name, and of a pair the second, where it is whole numbers.
+    """
 
     def stack(values: list[Any], padding: int) -> Any:
         if not isinstance(values[0], Tensor | np.ndarray | list) or not np.ndim(values[0]):
@@ -124,9 +127,12 @@ def pad_collate(samples: list[Any]) -> Any:
 
     first = samples[0]
     if isinstance(first, Mapping):
-        return {name: stack([one[name] for one in samples], IGNORE_INDEX if name == "labels" else 0) for name in first}
+        return {name: stack([one[name] for one in samples], IGNORE_INDEX if "labels" in name else 0) for name in first}
     if isinstance(first, tuple):
-        return tuple(stack(list(values), 0) for values in zip(*samples, strict=True))
+        batch = [stack(list(values), 0) for values in zip(*samples, strict=True)]
+        if len(first) == 2 and getattr(batch[1], "dtype", None) in (torch.int32, torch.int64):
+            batch[1] = stack([labels for _, labels in samples], IGNORE_INDEX)
+        return tuple(batch)
     return stack(samples, 0)
 
 

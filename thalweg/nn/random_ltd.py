@@ -109,6 +109,8 @@ def _route_tokens(inner: Callable[..., Any], draw: TokenDraw, number: int, seque
                     tensor = take_tokens(tensor, index_BK, dim)
             return tensor
 
+        if (alibi := kwargs.get("alibi")) is not None and alibi.ndim == 3:  # BLOOM's (B x heads, 1, T)
+            kwargs["alibi"] = take_tokens(alibi, index_BK.repeat_interleave(len(alibi) // num_sequences, 0), 2)
         args, kwargs = map_tensors((args, kwargs), select)
         output = inner(self, *args, **kwargs)
         first = output[0] if isinstance(output, tuple) else output

@@ -11,7 +11,7 @@ Texts go to the tokenizer as they are, behind its token of the beginning where i
 its chat template.  Further columns reach a reward function.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -146,35 +146,27 @@ def end_ids(tokenizer: Any) -> list[int]:
     if tokenizer.chat_template is None:
         return [tokenizer.eos_token_id]
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    whole, added = list(tokenizer.apply_chat_template(chat, return_dict=False)), tokenizer.added_tokens_decoder
-    tail = [token for token in _tail(tokenizer, whole, added) if tokenizer.decode([token]).strip()]
-    return list(dict.fromkeys([tokenizer.eos_token_id, *tail]))
+    whole = list(tokenizer.apply_chat_template(chat, return_dict=False))
+    marks = [token for token, added in tokenizer.added_tokens_decoder.items() if added.content.strip()]
+    return list(dict.fromkeys([tokenizer.eos_token_id, *(whole[i] for i in _find_marks(tokenizer, whole, marks))]))
 
 
-def _tail(tokenizer: Any, tokens: list[int], marks: Container[int]) -> list[int]:
-    """What stands behind the last word: marks, and what is blank."""
-    backwards = takewhile(lambda token: token in marks or not tokenizer.decode([token]).strip(), reversed(tokens))
-    return list(backwards)[::-1]
+def _find_marks(tokenizer: Any, tokens: list[int], marks: Sequence[int]) -> list[int]:
+    """Where behind the last word there are marks, with nothing but blanks beside them."""
+    blank_or_mark = (token in marks or not tokenizer.decode([token]).strip() for token in reversed(tokens))
+    places = range(len(tokens) - sum(takewhile(bool, blank_or_mark)), len(tokens))
+    return [place for place in places if tokens[place] in marks]
 
 
-def _until_end(tokenizer: Any, answer: list[int], ends: Sequence[int]) -> list[int]:
-    """An answer with its end and nothing behind that, where a template begins a new line and no response does."""
-    tail = _tail(tokenizer, answer, ends)
-    more = next((len(tail) - i - 1 for i, token in enumerate(tail) if token in ends), 0)
-    return answer[: len(answer) - more]
-
-
-def _find_turns(tokenizer: Any, messages: Any, before: list[int], ends: Sequence[int]) -> list[slice]:
-    """Where in the tokens ``before`` the last answer there are earlier ones, each with its end: those that stand there
-    as the template begins an answer."""
+def _find_turns(tokenizer: Any, messages: Any, before: list[int], ends: Sequence[int]) -> Iterator[slice]:
+    """Yield where in the tokens ``before`` the last answer there are earlier ones, each with its end: those that stand
+    there as the template begins an answer."""
     asked = [messages[:i] for i, message in enumerate(messages) if i and message["role"] == "assistant"]
     prompts = [encode_prompt(tokenizer, {"prompt": prompt}) for prompt in asked]
     starts = [len(prompt) for prompt in prompts if prompt == before[: len(prompt)]]
-    turns = list[slice]()
     for start, limit in pairwise([*starts, len(before)]):
         if stops := [place + 1 for place in range(start, limit) if before[place] in ends]:
-            turns.append(slice(start, stops[0]))
-    return turns
+            yield slice(start, stops[0])
 
 
 class AnswerDataset(Dataset[Any]):
@@ -191,14 +183,15 @@ class AnswerDataset(Dataset[Any]):
         ends = end_ids(tokenizer)
         for example in examples:
             pairs = [encode_example(tokenizer, example, column) for column in columns]
+            for _, answer in pairs:  # a template may begin a new line behind an answer's end, and no response does
+                del answer[min(_find_marks(tokenizer, answer, ends), default=len(answer)) + 1 :]
             # What all answers follow: the conversations of a pair may part before their last messages.
             side_by_side = zip(*(before for before, _ in pairs), strict=False)
             prompt = [tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, side_by_side)]
-            turns = _find_turns(tokenizer, example.get("messages", ()), prompt, ends) if len(columns) == 1 else []
+            turns = list(_find_turns(tokenizer, example.get("messages", ()), prompt, ends)) if len(columns) == 1 else []
             if min([len(prompt), *(turn.start for turn in turns)]) < max_length - 1:
-                wholes = ([*before, *_until_end(tokenizer, answer, ends)] for before, answer in pairs)
-                answers = (whole[len(prompt) : max_length] for whole in wholes)
-                row: Any = {"prompt": prompt[:max_length], **dict(zip(columns, answers, strict=True))}
+                texts = ([*before, *answer][len(prompt) : max_length] for before, answer in pairs)
+                row: Any = {"prompt": prompt[:max_length], **dict(zip(columns, texts, strict=True))}
                 self.rows.append(row | ({"turns": turns} if turns else {}))
         if not self.rows:
             raise ValueError(f"no example has room for an answer in max_seq_len {max_length}: give more")
@@ -270,8 +263,7 @@ class PromptSource:
             raise ValueError(f"no prompt has 1 to {max_length} tokens: set max_prompt_seq_len")
         self.longest = max(len(prompt) for prompt, _ in self.items)
         if left_out := len(encoded) - len(self.items):
-            counts = left_out, len(encoded), max_length
-            log.info("%d of %d prompts have not 1 to %d tokens (max_prompt_seq_len): left out", *counts)
+            log.info("%d of %d prompts do not fit max_prompt_seq_len %d: left out", left_out, len(encoded), max_length)
 
     def take(self, iteration: int, count: int, rank: int, world_size: int) -> list[tuple[list[int], Example]]:
         """Return this rank's ``count`` prompts of an iteration; one pass after another, each in an order of its own."""

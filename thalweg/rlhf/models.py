@@ -347,9 +347,8 @@ def save_model(engine: Engine, tokenizer: Any, directory: str | Path) -> None:
             remove_tree(FileSystem(), stale)
         for config, name, value in getattr(weights.skeleton, "own_dropouts", ()):  # the copy's, not those that train
             setattr(config, name, value)
-        if (generation := getattr(weights.skeleton, "generation_config", None)) is not None:
-            ends = (*to_token_tuple(generation.eos_token_id), *end_ids(tokenizer))
-            generation.eos_token_id = list(dict.fromkeys(ends))
+        if (saved := getattr(weights.skeleton, "generation_config", None)) is not None:
+            saved.eos_token_id = list(dict.fromkeys([*to_token_tuple(saved.eos_token_id), *end_ids(tokenizer)]))
         weights.skeleton.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         if adapter_state is not None:

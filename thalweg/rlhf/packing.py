@@ -60,8 +60,8 @@ def pack_rows(batch: Batch, hidden_size: int, max_width: float = inf, *, always:
     ``hidden_size`` tells what attention costs beside the products.
     """
     lengths = batch["attention_mask"].sum(1).tolist()
-    unanswered = batch["response_mask"].cumsum(1) == 0  # up to the first answer, behind which others may ask again
-    begins = (batch["attention_mask"].bool() & unanswered).sum(1).tolist()
+    # Up to the first answer; behind it somebody may ask again.
+    begins = (batch["attention_mask"].bool() & (batch["response_mask"].cumsum(1) == 0)).sum(1).tolist()
     rows = [ids[:length] for ids, length in zip(batch["input_ids"].tolist(), lengths, strict=True)]
     least, layout, width = inf, list[list[_Unit]](), 0
     for choice in _choose_layouts(rows, begins):

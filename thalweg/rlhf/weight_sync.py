@@ -327,9 +327,8 @@ class ActorWeights:
             self._bucket_bytes = max(self._bucket_bytes, offset * self.dtype.itemsize)
 
     def _on_demand(self, layer: specs.LinearSpec) -> specs.LinearSpec:
-        if any(self._names[id(module.weight)] in self._bucketed for module in layer.modules):
-            return _BucketedLinear(layer, self._fetch)
-        return layer
+        is_bucketed = any(self._names[id(module.weight)] in self._bucketed for module in layer.modules)
+        return _BucketedLinear(layer, self._fetch) if is_bucketed else layer
 
     def _fetch(self, modules: tuple[nn.Module, ...]) -> None:
         """Make these modules the bucket; collective unless they are."""
@@ -426,7 +425,8 @@ def _remove_adapters(skeleton: nn.Module) -> dict[nn.Module, Any]:
 
 
 def _check_adapters(skeleton: Any, adapters: Mapping[nn.Module, Any]) -> None:
-    """Raise ValueError where an adapter is no change of one layer's weight, which is what can be merged."""
+    """Raise ValueError where an adapter is no change of one layer's weight, which is what can be merged: prompts,
+    LNTuning's own layers, parameters of experts, one of two tied layers."""
     owners = Counter(id(param) for module in skeleton.modules() for param in module.parameters(recurse=False))
     found = [each for each in getattr(skeleton, "peft_config", {}).values() if each.is_prompt_learning]
     for base_layer, adapter in adapters.items():
@@ -435,10 +435,8 @@ def _check_adapters(skeleton: Any, adapters: Mapping[nn.Module, Any]) -> None:
         if not is_alone or hasattr(adapter, "ln_tuning_layers"):
             found.append(adapter)
     if found:
-        raise ValueError(
-            f"{type(found[0]).__name__}: an actor's adapters are merged into a weight that is one layer's alone, and "
-            "this one cannot be: leave out prompts, LNTuning, parameters of experts and one of two tied layers"
-        )
+        name = type(found[0]).__name__
+        raise ValueError(f"{name} cannot be merged into one layer's own weight, as actors' adapters are; leave it out")
 
 
 def _storage(tensor: Any) -> int:
