@@ -222,6 +222,56 @@ def test_row16_the_unmodified_loop_gives_the_same(together, stage, dtype):
         assert worst_parameter <= limit * 100
 
 
+# A plain backward pass of what a model returns: its loss, and logits that the loss was made of
+
+_HALF = {"fp16": {"enabled": True, "initial_scale_power": 6}}
+_LOOPS = {
+    "fp16": _HALF,
+    "tokens": {"token_weighted_loss": True, "gradient_accumulation_steps": 2},
+    "tensor": {**_HALF, "tensor_parallel": {"autotp_size": 2}},
+    "tiles": {**_HALF, "tiling": {"loss": True, "loss_tokens": 4}},
+    "deepspeed": {"gradient_accumulation_steps": 4},
+}
+
+
+def _norms_of_loops(rank, world):
+    """By loop: the gradient's norm with ``engine.backward``, and with plain backward passes."""
+    import thalweg
+    from tests.unit.infer_models import tiny_decoder
+    from thalweg.compat.deepspeed.initialization import initialize
+
+    norms = {}
+    for name, more in _LOOPS.items():
+        for plain in (False, True):
+            make = initialize if name == "deepspeed" else thalweg.initialize
+            engine = make(model=tiny_decoder("llama"), config=config(1, **more))[0]
+            for micro in range(num_micro := engine.gradient_accumulation_steps()):
+                seed = 2 * micro + inspect.data_mesh(engine).get_local_rank()
+                tokens = torch.randint(100, (2, 8), generator=torch.Generator().manual_seed(seed))
+                labels = torch.where(torch.arange(8) > 4 * seed % 7, tokens, -100)
+                output = engine(input_ids=tokens, labels=labels)
+                loss = output.loss + output.logits.div_(2.0).float().square().mean()
+                if plain:
+                    (loss if name == "deepspeed" else loss / num_micro).backward()
+                else:
+                    engine.backward(loss)
+                if name == "deepspeed" or not plain:
+                    engine.step()
+            if engine.global_steps == 0:
+                engine.optimizer.step()
+            norms.setdefault(name, []).append(engine.get_global_grad_norm())
+            engine.close()
+    return norms
+
+
+def test_row16_logits_beside_the_loss_and_changed_in_place_are_scaled_once():
+    pytest.importorskip("transformers")
+    norms = run_ranks(_norms_of_loops, 2)[0]
+    assert {name: plain for name, (_, plain) in norms.items()} == {
+        name: pytest.approx(driven, rel=2e-3) for name, (driven, _) in norms.items()
+    }
+
+
 # Row 17: which dtype holds what
 
 

@@ -33,14 +33,17 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from thalweg.config import Config
 from thalweg.device import pin, widest_float
+from thalweg.nn.losses.lazy_logits import LazyLogits
 from thalweg.ops._torch_private import functorch_active, is_fake
+from thalweg.ops.autograd import with_backward
 from thalweg.ops.losses import TargetCountMode
+from thalweg.parallel.tensor.vocab_parallel import VocabParallelLogits
 from thalweg.parallel_dims import ParallelMeshes
 from thalweg.utils.dtypes import HALF_DTYPES
-from thalweg.utils.trees import iter_tensors
 
 
 class StepResult:
@@ -436,9 +439,9 @@ def register_loss_scale_hooks(model: nn.Module, window: AccumulationWindow, read
     ``engine.backward`` scales the loss itself.
     """
 
-    def hook_outputs(module: nn.Module, args: Any, output: Any) -> None:
-        if functorch_active():  # torch.func's gradients are the caller's own
-            return
+    def enter_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+        if functorch_active() or not torch.is_grad_enabled():  # torch.func's gradients are the caller's own
+            return output
         factor: list[Tensor | float] = []  # one for all outputs of a forward
 
         def scale(grad: Tensor) -> Tensor:
@@ -448,8 +451,18 @@ def register_loss_scale_hooks(model: nn.Module, window: AccumulationWindow, read
                 factor.append(window.normalizer.user_backward_scale() * read_scale())
             return (grad * factor[0]).to(grad.dtype)
 
-        for tensor in iter_tensors(output):
-            if tensor.requires_grad and tensor.is_floating_point():
+        def enter(tensor: Tensor) -> Tensor:
+            if not (tensor.requires_grad and tensor.is_floating_point()):
+                return tensor
+            if isinstance(tensor, VocabParallelLogits):
+                return VocabParallelLogits(enter(tensor.local), tensor.tp_group, tensor.shard_sizes)
+            if isinstance(tensor, LazyLogits):  # the model's own loss was made without them
                 tensor.register_hook(scale)
+                return tensor
+            # A hook on the tensor itself would scale once more what comes from a loss that the model has made of it, and
+            # one on a view is passed by where that is changed in place.
+            return with_backward(tensor, Tensor.detach, scale)
 
-    model.register_forward_hook(hook_outputs)
+        return tree_map_only(Tensor, enter, output)
+
+    model.register_forward_hook(enter_outputs)
