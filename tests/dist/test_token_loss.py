@@ -38,15 +38,22 @@ AT_4 = [
 ]
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}, "token_weighted_loss": True}
 
+LOOPS = ("engine", "plain", "own loss", "in two", "evaluates")
+
 
 def _loop(case: PipelineCase, world: int, how: str) -> PipelineResult:
-    """A user's own loop over the engine, in one of four ways."""
+    """A user's own loop over the engine, in one of five ways."""
     import thalweg
 
     engine, *_ = thalweg.initialize(model=case.model(), config=case.config(world))
     mesh = inspect.data_mesh(engine)
     data = case.micro_batches(mesh.get_local_rank(), mesh.size())
     norms = []
+
+    def evaluate():
+        with torch.no_grad():
+            engine(*next(case.micro_batches()))
+
     for _ in range(STEPS):
         for item in (next(data) for _ in range(case.num_micro_batches)):
             if how == "own loss":
@@ -56,7 +63,11 @@ def _loop(case: PipelineCase, world: int, how: str) -> PipelineResult:
                 engine.backward(loss / max(1, count), num_items=count)
                 engine.step()
                 continue
+            if how == "evaluates":
+                evaluate()
             loss = engine(*item)
+            if how == "evaluates":
+                evaluate()
             if how == "plain":
                 (loss / case.num_micro_batches).backward()
             elif how == "in two":
@@ -79,7 +90,7 @@ def _run(
     rank: int, world: int, cases: list[PipelineCase], loops: list[PipelineCase]
 ) -> tuple[list[PipelineResult], list[list[PipelineResult]]]:
     whole = [run_engine(case, world, STEPS) for case in cases]
-    return whole, [[_loop(case, world, how) for how in ("engine", "plain", "own loss", "in two")] for case in loops]
+    return whole, [[_loop(case, world, how) for how in LOOPS] for case in loops]
 
 
 def _worst(
@@ -110,8 +121,8 @@ def test_all_ranks_and_micro_batches_together_equal_one_process(every):
     assert found["loss"] < 5e-3 and found["parameter"] < 2e-2, found
     for number, case in enumerate(loops):
         plain = replace(run_plain(case, STEPS), losses=[])
-        for how in range(4):
-            found = _worst([of[number][how] for _, of in results], plain, ("norm", "parameter"))
+        for index, how in enumerate(LOOPS):
+            found = _worst([of[number][index] for _, of in results], plain, ("norm", "parameter"))
             assert all(value <= TOLERANCE[key] for key, value in found.items()), (case, how, found)
 
 

@@ -324,8 +324,11 @@ class TokenMean(LossNormalizer):
         self._dp_group, self._pp_group, self._device = dp_group, pp_group, device
         self.rescales_at_end = num_micro_batches > 1
         self._dp_size = dist.get_world_size(dp_group)
-        self._num_tokens: Tensor | None = None  # targets of the forward at hand
-        self._loss_used = False  # whether its loss has been differentiated
+        # Targets of the forward at hand, by whether it keeps what its gradients need: an evaluation may come between
+        # one that does and its backward pass.
+        self._num_tokens = dict[bool, Tensor]()
+        self._learns = True
+        self._loss_used = False  # whether the loss of one that does has been differentiated
         self.reset()
 
     def reset(self) -> None:
@@ -341,8 +344,10 @@ class TokenMean(LossNormalizer):
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         """Count the targets of the losses within; several forwards before a backward add up."""
-        if self._loss_used or not torch.is_grad_enabled():
-            self._num_tokens, self._loss_used = None, False
+        self._learns = torch.is_grad_enabled()
+        if self._loss_used or not self._learns:
+            self._num_tokens.pop(self._learns, None)
+        self._loss_used = self._loss_used and not self._learns
         with TargetCountMode(self.on_token_count):
             yield
 
@@ -351,19 +356,19 @@ class TokenMean(LossNormalizer):
         if is_fake(num_tokens):  # the plan's, which is made within the first forward pass
             return
         num_tokens = num_tokens.detach().to(self._device, widest_float(self._device))
-        self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
+        self._num_tokens[self._learns] = self._num_tokens.get(self._learns, 0) + num_tokens
 
-    def _get_num_tokens(self, num_items: int | None) -> Tensor:
+    def _get_num_tokens(self, num_items: int | None, learns: bool = True) -> Tensor:
         if num_items is not None:
             # Filled there: a copy would wait for the forward pass.
             return torch.full((), float(num_items), dtype=widest_float(self._device), device=self._device)
-        if self._num_tokens is None:
+        if learns not in self._num_tokens:
             raise ValueError(
                 "token_weighted_loss is true, but the model computed no F.cross_entropy or F.nll_loss with "
                 "reduction='mean' in its forward: call engine.backward(loss, num_items=...) with the number "
                 "of targets that the loss is a mean over, or set token_weighted_loss to false"
             )
-        return self._num_tokens
+        return self._num_tokens[learns]
 
     def _loss_weight(self, num_items: int | None = None) -> Tensor:
         num_tokens = self._get_num_tokens(num_items)
@@ -393,9 +398,7 @@ class TokenMean(LossNormalizer):
 
     def loss_and_weight(self, loss: Tensor, num_items: int | None = None) -> Tensor:
         """The sum over targets, and their number."""
-        num_tokens = self._get_num_tokens(num_items)
-        if not torch.is_grad_enabled():
-            self._loss_used = True
+        num_tokens = self._get_num_tokens(num_items, torch.is_grad_enabled())
         return torch.stack([loss.detach().to(num_tokens) * num_tokens, num_tokens])
 
     def mean(self, total: Tensor) -> Tensor:
