@@ -321,22 +321,24 @@ class Engine(nn.Module):
         """Train on one window of micro-batches; returns their mean loss over all ranks (0-dim).
 
         A batch: a mapping (keyword arguments), a tuple (positional) or a tensor; the model returns the loss,
-        or an object with a ``loss``.  An iterator that ends within a window makes it shorter.
+        or an object with a ``loss``.  An iterator that ends within a window, or the loader's epoch, makes it shorter.
         """
         self.train()
         if self._components.runner is not None:
             return self._mean_over_ranks(self._train_window(self._components.runner, data_iter))
         losses, loss_and_weight = [], self._components.loss_normalizer.loss_and_weight
+        self._step_updates = False
         for batch in self._batch_feed.next_batches(data_iter, self._window.num_micro_batches):
             loss = get_loss(call_model(self, batch))
             losses.append(loss_and_weight(loss))
             self.backward(loss)
-            if self._window.managed and len(losses) < self._window.num_micro_batches:
+            if self._window.managed:
                 self.step()
-        if 0 < len(losses) < self._window.num_micro_batches:
+            if self._step_updates:  # the window is full, or the loader's epoch over
+                break
+        if losses and not self._step_updates:
+            self._step_updates = True
             self._update_parameters()  # step() has counted the short window's micro-batches
-        elif losses:
-            self.step()
         return self._mean_over_ranks(_mean_loss(self._components, losses))
 
     def _train_window(self, runner: PipelineRunner, data_iter: Iterator[Any] | None) -> Tensor:
