@@ -280,6 +280,7 @@ def parallelize(
     elif config.optimizer is not None:
         link = MomentumLink(sharded.replica_sync, sharded.ledger)
         extras: dict[str, Any] = {"model": model, "replicate_group": group, "link": link}
+        extras["pp_group"] = None if meshes.pp is None else meshes.pp.get_group()
         extras["zenflow_policy"] = config.zero_optimization.zenflow
         inner = build_optimizer(config.optimizer.type, groups, get_optimizer_params(config), **extras)
     managed = None

@@ -69,6 +69,13 @@ def tied_layers(num: int = 4, **kwargs: Any) -> PipelineModule:
     return PipelineModule(layers, loss_fn=token_loss, base_seed=1234, **kwargs)
 
 
+def untied_layers() -> PipelineModule:
+    """An embedding and a head of torch's, each on a stage of its own."""
+    blocks = (LayerSpec(ResidualBlock, i) for i in range(4))
+    ends = LayerSpec(nn.Embedding, VOCAB_SIZE, WIDTH), LayerSpec(nn.Linear, WIDTH, VOCAB_SIZE)
+    return PipelineModule([ends[0], *blocks, lambda value: value[0], ends[1]], loss_fn=token_loss)
+
+
 class MoEBlock(nn.Module):
     """A residual layer of experts, spread over two ranks."""
 
@@ -200,6 +207,8 @@ class PipelineCase:
             return expert_layers()
         if self.kind == "layers in place":
             return in_place_layers()
+        if self.kind == "layers untied":
+            return untied_layers()
         if self.kind == "half frozen":
             return half_frozen()
         if self.kind == "layers with attention":

@@ -49,6 +49,7 @@ def build_optimizer(
     *,
     model: nn.Module | None = None,
     replicate_group: dist.ProcessGroup | None = None,
+    pp_group: dist.ProcessGroup | None = None,
     zenflow_policy: ZenFlow | None = None,
     link: MomentumLink | None = None,
 ) -> torch.optim.Optimizer:
@@ -57,8 +58,9 @@ def build_optimizer(
     ``params``: parameters, ``(name, parameter)`` pairs, or dicts of parameter groups, plain or ``DTensor``.
     ``hyper``: its keywords, as in ``optimizer.params`` of a ``ds_config.json``. Groups may override them.
     For Muon alone, ``model``: the module whose parameters these are, so that it can tell a hidden matrix from
-    an embedding by the modules' types; and ``replicate_group``: the ranks that hold the plain parameters as
-    copies, so that they share the work out among them.  For Adam and AdamW, ``zenflow_policy``: which columns wait.
+    an embedding by the modules' types; ``pp_group``: the ranks that have its other stages; and ``replicate_group``:
+    those that hold the plain parameters as copies, so that they share the work out among them.  For Adam and AdamW,
+    ``zenflow_policy``: which columns wait.
     For those that send momentum in bits, ``link``: what they share with the gradients' reducers.
 
     Names: those of the config's table. Habits are DeepSpeed's: **Adam means AdamW**
@@ -97,7 +99,7 @@ def build_optimizer(
         keywords["link"] = link
     if cls is Muon:
         keywords["replicate_group"] = replicate_group
-        groups = groups if model is None else muon_groups(model, groups)
+        groups = groups if model is None else muon_groups(model, groups, pp_group)
     return cls(groups, **keywords)
 
 

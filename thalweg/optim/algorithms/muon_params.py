@@ -3,9 +3,12 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from thalweg.parallel_dims import control_group
 from thalweg.zero.whole_parameter import named_shards
 
 _EMBEDDING_AND_HEAD_NAMES = ("wte", "wpe", "lm_head", "head", "output_layer", "classifier", "score")
@@ -27,17 +30,21 @@ def is_hidden_matrix(param: Tensor, name: str | None = None) -> bool:
     return param.shape[0] < _MIN_EMBEDDING_ASPECT * param.shape[1:].numel()
 
 
-def muon_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def muon_groups(
+    model: nn.Module, groups: Iterable[Mapping[str, Any]], pp_group: dist.ProcessGroup | None = None
+) -> list[dict[str, Any]]:
     """Return parameter groups for Muon by the modules' types: hidden matrices, and the others.
 
     The others are vectors, biases, what belongs to an ``nn.Embedding``, and the head: the last linear layer whose
     output is as long as the largest embedding. ``groups``: groups of the model's parameters to split, their
     settings kept; kernels of convolutions get groups of their own. A group that says ``use_muon`` stays whole; groups
-    that would be empty are left out.
+    that would be empty are left out. ``pp_group``: the ranks of a pipeline, one of which has the embedding; collective.
     """
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    vocabulary = max((module.num_embeddings for module in embeddings), default=None)
-    heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == vocabulary]
+    vocabulary = torch.tensor(max((module.num_embeddings for module in embeddings), default=0))
+    if pp_group is not None:
+        dist.all_reduce(vocabulary, op=dist.ReduceOp.MAX, group=control_group(pp_group))
+    heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == int(vocabulary)]
     excluded_ids = {id(p) for module in (*embeddings, *heads[-1:]) for _, p in named_shards(module)}
     excluded_ids |= {id(p) for name, p in named_shards(model) if name.endswith("bias")}  # of experts: a stack of them
     kernel_ids = {id(p) for m in model.modules() if isinstance(m, _ConvNd) for _, p in named_shards(m)}
