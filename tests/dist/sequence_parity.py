@@ -60,6 +60,17 @@ class SequenceCase:
     tensor_parallel: int = 1
     context_parallel: int = 1
     extra: tuple[tuple[str, Any], ...] = ()
+    wrapped: bool = False  # by PEFT, with adapters that train
+
+    def build_model(self) -> torch.nn.Module:
+        """The model, as a user makes it."""
+        if not self.wrapped:
+            return build_model(self.model)
+        from peft import LoraConfig, get_peft_model
+
+        targets = ["q_proj", "down_proj"]
+        lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets, init_lora_weights=False)
+        return get_peft_model(build_model(self.model), lora)
 
     def num_data_ranks(self, world: int) -> int:
         """Ranks with other rows."""
@@ -70,7 +81,7 @@ def run_plain(case: SequenceCase, steps: int, world: int) -> TrainResult:
     """One process on whole batches."""
     rows = 2 * case.num_data_ranks(world)
     return train_plain(
-        build_model(case.model),
+        case.build_model(),
         lambda model, step: compute_loss(model, make_hf_batch(case.kind, step, rows, case.length)),
         steps,
     )
@@ -95,7 +106,7 @@ def run_engine(case: SequenceCase, steps: int, rank: int, world: int) -> TrainRe
         batch = make_hf_batch(case.kind, step, rows, case.length)
         return compute_loss(model, {key: value[local_rows] for key, value in batch.items()})
 
-    return train_engine(build_model(case.model), config, loss_at, steps)
+    return train_engine(case.build_model(), config, loss_at, steps)
 
 
 def find_mismatches(rank: int, world: int, cases: list[SequenceCase], steps: int) -> list[str]:

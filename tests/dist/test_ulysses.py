@@ -28,6 +28,28 @@ def test_row39_odd_lengths_masks_heads_and_documents():
         assert found == []
 
 
+def _with_prefixes(rank: int, world: int, cases: list[SequenceCase]) -> list[str]:
+    from peft import PrefixTuningConfig, get_peft_model
+
+    import thalweg
+
+    model = get_peft_model(build_model("llama"), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ValueError, match="needs PeftModelForCausalLM.forward to take position_ids"):
+        thalweg.initialize(model=model, config=make_config(0, 1, 1, 1, sequence_parallel_size=2))
+    return find_mismatches(rank, world, cases, 3)
+
+
+def test_a_model_in_the_wrapper_of_peft_is_the_model_with_its_adapters():
+    """Not one with tokens of its own, of which each rank would put some before its part of the sequence."""
+    pytest.importorskip("peft")
+    cases = [
+        SequenceCase("llama", "padded", 13, 1, 2, wrapped=True),
+        SequenceCase("llama", "packed", 13, 3, context_parallel=2, wrapped=True),
+    ]
+    for found in run_ranks(_with_prefixes, 2, cases):
+        assert found == []
+
+
 def _without(rank: int, world: int) -> dict[str, float]:
     """What is lost without the token-weighted loss, or without the documents' mask."""
     import thalweg.parallel.sequence.batch_split as parts

@@ -57,10 +57,13 @@ class ForwardSignature:
     accepts_kwargs: bool = False
 
     @classmethod
-    def from_model(cls, model: nn.Module) -> ForwardSignature:
+    def from_model(cls, model: Any) -> ForwardSignature:
         parameters = inspect.signature(type(model).forward).parameters
         kinds = {p.kind for p in parameters.values()}
-        names = [name for name in parameters if name != "self"]
+        names = [name for name in parameters if name not in ("self", "args", "kwargs")]
+        adapters = getattr(model, "active_peft_config", None)
+        if adapters is not None and not adapters.is_prompt_learning:  # PEFT's wrapper passes on what it does not name
+            names += cls.from_model(model.get_base_model()).arg_names
         return cls(names, hasattr(model, "main_input_name"), inspect.Parameter.VAR_KEYWORD in kinds)
 
 
