@@ -313,6 +313,33 @@ def test_row17_live_tensors_have_the_dtypes_of_the_config(together, stage, secti
         assert states == {torch.float32}
 
 
+def _sums_of_micro_batches(rank, world):
+    """Of a stage and its dtypes: how far a sum of 64 gradients is from fp32's, and what the config says of it."""
+    found = []
+    both = {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}
+    for stage, dtypes in ((1, both), (2, both), (1, {"data_types": both["data_types"]})):
+        torch.manual_seed(0)
+        net = nn.Linear(16, 16)
+        reference = copy.deepcopy(net)
+        engine = start(net, stage, gradient_accumulation_steps=64, **dtypes)
+        for step in range(64):
+            x = 0.3 + torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+            engine.backward(engine(x).square().mean())
+            if step < 63:
+                engine.step()
+            (reference(x).square().mean() / 64).backward()
+        inspect.finalize_grads(engine)
+        error = full_tensor(engine.module.weight.grad) - reference.weight.grad
+        said = "sums of a window are in communication_data_type" in engine.config.summarize()
+        found.append((said, float(error.norm() / reference.weight.grad.norm()) > 2e-3))
+        engine.close()
+    return found
+
+
+def test_a_dtype_of_sums_that_another_of_messages_leaves_idle_is_told():
+    assert run_ranks(_sums_of_micro_batches, 1) == [[(True, True), (False, False), (False, False)]]
+
+
 # Row 46: the schedule, once per update
 
 
