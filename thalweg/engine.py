@@ -225,7 +225,9 @@ class Engine(nn.Module):
         window begins anew."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            if "setStorage" in str(error):  # of an inner pass, which has freed the parameters that this one needs
+                error.add_note("gradients of gradients (create_graph=True) need parameters that stay: set stage 2")
             self._components.sharded.reset_iteration_state()
             if backward:
                 Engine.zero_grad(self)  # under the alias the public one lets the window go on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import random
 import warnings
 from pathlib import Path
@@ -338,6 +339,28 @@ def _sums_of_micro_batches(rank, world):
 
 def test_a_dtype_of_sums_that_another_of_messages_leaves_idle_is_told():
     assert run_ranks(_sums_of_micro_batches, 1) == [[(True, True), (False, False), (False, False)]]
+
+
+def _gradient_penalty(rank, world):
+    """By stage: what a loss of gradients meets where ranks share no memory."""
+    met = {}
+    os.environ["THALWEG_SHARED_MEMORY"] = "0"
+    for stage in (2, 3):
+        torch.manual_seed(0)
+        engine = start(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)), stage)
+        x = torch.randn(2, 6, requires_grad=True)
+        (inner,) = torch.autograd.grad(engine(x).sum(), x, create_graph=True)
+        try:
+            engine.backward((inner.norm(dim=1) - 1).square().mean())
+            engine.step()
+        except RuntimeError as error:
+            met[stage] = "".join(error.__notes__)
+    return met
+
+
+def test_gradients_of_gradients_over_links_at_stage_3_name_the_cure():
+    for met in run_ranks(_gradient_penalty, 2):
+        assert met == {3: "gradients of gradients (create_graph=True) need parameters that stay: set stage 2"}
 
 
 # Row 46: the schedule, once per update
