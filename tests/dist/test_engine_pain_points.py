@@ -75,7 +75,9 @@ def _epoch(rank, world, stage, how):
                 seen = []
     else:
         engine.module.register_forward_pre_hook(lambda module, args: seen.append([arg.cpu() for arg in args]))
-        iterator = {"list": lambda: iter(list(loader)), "loader": lambda: iter(loader), "own loader": lambda: None}[how]()
+        iterator = {"list": lambda: iter(list(loader)), "loader": lambda: iter(loader), "own loader": lambda: None}[
+            how
+        ]()
         for _ in range(3):
             engine.train_batch(iterator)
             windows.append(seen[:])

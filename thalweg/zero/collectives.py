@@ -91,6 +91,7 @@ class Collectives:
                 reducers.append(reducer)
             comm: Any = reducer  # whose type torch states more narrowly than it uses it
             group.module.set_custom_reduce_scatter(comm)
+            group.tell_unused_params(comm)
             if isinstance(reducer, ReplicatedReducer):
                 group.module.set_all_reduce_hook(partial(reduce_held, reducer))
         return reducers
@@ -299,16 +300,16 @@ def _build_wire(spec: CollectivesSpec, topology: HostTopology, hosts: HostGroups
         # Of its own, as the thread's collectives and the main thread's come in no common order.
         reduce_group = hierarchical.make_subgroup(range(size), spec.group, use=None)
         async_reduction = AsyncReduction(reduce_group)
+    order = None
+    if not cpu and size > 1:  # on CPUs the memory of a host, or gloo, tells ranks that disagree
+        arena = SharedMemoryArena.create(control_group(spec.group), CollectiveOrder.num_bytes(size))
+        order = None if arena is None else CollectiveOrder(arena, spec.group)
     if spec.replicate or size == 1:
         return spec.build(
             "private",
-            make_reducer=lambda name, group, options: wire.WireAllReduce(reduce_group, name, options, topology),
+            make_reducer=lambda name, group, options: wire.WireAllReduce(reduce_group, name, options, topology, order),
             async_reduction=async_reduction,
         )
-    order = None
-    if not cpu:  # on CPUs the memory of a host, or gloo, tells ranks that disagree
-        arena = SharedMemoryArena.create(control_group(spec.group), CollectiveOrder.num_bytes(size))
-        order = None if arena is None else CollectiveOrder(arena, spec.group)
 
     def make_reducer(name: str, group: FSDPGroupHandle, options: ReduceOptions) -> Reducer | wire.WireReduceScatter:
         if not (zero.zero_quantized_gradients or cpu or spec.replicas is not None):

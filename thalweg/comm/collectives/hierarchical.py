@@ -103,7 +103,7 @@ class HierarchicalReduceScatter(SharedMemoryReducer):
 
         The wire carries the dtype that was asked for (or codes of it); sums are kept in the output's.
         """
-        slots = self._ring.exchange_slots(self._name, rows.shape, rows.dtype)
+        slots = self._ring.exchange_slots(self._name + self.lacking, rows.shape, rows.dtype)
         partial_sums = torch.empty(len(self._peer_ranks), rows.shape[1], dtype=output.dtype)
         for out, row in zip(partial_sums.unbind(0), self._peer_ranks, strict=True):
             sum_rows([slot[row] for slot in slots], out)
@@ -192,7 +192,7 @@ class HierarchicalAllReduce(ReplicatedReducer):
             slot = ring.acquire_slot((num_local_ranks, length), output.dtype, f"the reduction of {self._name!r}")
             slot.view(-1)[:numel].copy_(output)
             slot.view(-1)[numel:].zero_()
-            slots = ring.exchange_slots(self._name, (num_local_ranks, length), output.dtype)
+            slots = ring.exchange_slots(self._name + self.lacking, (num_local_ranks, length), output.dtype)
             local_sum = torch.empty(length, dtype=output.dtype)
             sum_rows([row[ring.arena.rank] for row in slots], local_sum)
             ring.release_slots()

@@ -193,6 +193,7 @@ class Reducer:
     """
 
     transport = "wire"
+    lacking = ""  # which of the module's trained parameters have no part in the reduction at hand, in words
 
     def __init__(self, name: str, options: ReduceOptions | None = None) -> None:
         self._name, self._options = name, options or ReduceOptions()

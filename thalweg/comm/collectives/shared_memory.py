@@ -67,6 +67,11 @@ BARRIER_TAG = TAG + MAX_DEPTH
 # A common slot is in use until the call after the next.
 READ_LAG = 2
 
+_DIFFERENT_BRANCHES = (
+    "the ranks took different branches. Run the same modules on every rank in each step, and let the loss depend on the "
+    "same parameters of each, if only times 0"
+)
+
 
 class CommError(RuntimeError):
     """A collective failed: the message names the rank, the collective and the module."""
@@ -186,8 +191,7 @@ class SharedMemoryArena:
         """
         if not self.agree(hash_name(name), f"the use of {name!r}"):
             raise CommError(
-                f"rank {self.rank} is about to use {name!r} and another rank another module: the ranks took "
-                "different branches. Run the same modules on every rank in each step."
+                f"rank {self.rank} is about to use {name!r} and another rank another module: {_DIFFERENT_BRANCHES}"
             )
 
     def agree(self, tag: int, operation: str) -> bool:
@@ -300,8 +304,7 @@ class CollectiveOrder:
                     for one in (entry, peers_entry)
                 )
                 raise CommError(
-                    f"rank {self._rank} began {mine} while rank {rank} began {peers}: the ranks took different "
-                    "branches. Run the same modules on every rank in each step."
+                    f"rank {self._rank} began {mine} while rank {rank} began {peers}: {_DIFFERENT_BRANCHES}"
                 )
 
 
@@ -409,8 +412,8 @@ class SharedMemoryRing:
         for rank in range(arena.world_size):
             if arena.read(rank, column) != tag:
                 raise CommError(
-                    f"rank {arena.rank} reduces {name!r} while rank {rank} reduces another module: the "
-                    "ranks took different branches. Run the same modules on every rank in each step."
+                    f"rank {arena.rank} reduces {name!r} while rank {rank} reduces another module, or other parameters "
+                    f"of it: {_DIFFERENT_BRANCHES}"
                 )
         return [self._slot_tensor(rank, shape, dtype) for rank in range(arena.world_size)]
 
@@ -459,7 +462,7 @@ class SharedMemoryReduceScatter(SharedMemoryReducer):
     def sum_shards(self, rows: Tensor, output: Tensor, scale: float, call: CollectiveCall) -> None:
         """Add up the row that this rank owns straight out of the peers' slots."""
         ring = self._ring
-        slots = ring.exchange_slots(self._name, rows.shape, rows.dtype)
+        slots = ring.exchange_slots(self._name + self.lacking, rows.shape, rows.dtype)
         sum_rows([slot[ring.arena.rank] for slot in slots], output, scale)
         ring.release_slots()
         call.add_bytes((len(slots) - 1) * rows[0].nbytes)
@@ -477,7 +480,7 @@ class SharedMemoryAllReduce(SharedMemoryReducer, ReplicatedReducer):
         ring, world_size = self._ring, self._ring.arena.world_size
         full_bytes = output.numel() * self._input_dtype.itemsize
         with self._ledger.timed("all_reduce", self._name, "shared", full_bytes, world_size) as call:
-            slots = ring.exchange_slots(self._name, output.shape, self._input_dtype)
+            slots = ring.exchange_slots(self._name + self.lacking, output.shape, self._input_dtype)
             sum_rows(slots, output, self.mean_scale(world_size))
             ring.release_slots()
             call.add_bytes((world_size - 1) * full_bytes)

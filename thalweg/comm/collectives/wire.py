@@ -180,6 +180,8 @@ class _LoggedCollective:
     ``order``: what compares it with the other ranks' before it begins.
     """
 
+    lacking = ""  # see Reducer
+
     def __init__(
         self,
         name: str,
@@ -198,7 +200,7 @@ class _LoggedCollective:
         if topology is None or len(topology.host_ids) != group.size():
             topology = _one_rank_per_host(group)
         if self._order is not None:
-            self._order.begin(f"the {kind} of {self._name!r}")
+            self._order.begin(f"the {kind} of {self._name!r}{self.lacking}")
         with self._ledger.timed(kind, self._name, "wire", full.nbytes, group.size()) as call:
             call.add_bytes(*topology.ring_bytes(sent_bytes))
             try:
@@ -250,9 +252,10 @@ class WireAllReduce(ReplicatedReducer):
         name: str,
         options: ReduceOptions | None = None,
         topology: HostTopology | None = None,
+        order: CollectiveOrder | None = None,
     ) -> None:
         super().__init__(name, options)
-        self._group, self._all_reduce_sum = group, AllReduceSum(group, topology)
+        self._group, self._all_reduce_sum, self._order = group, AllReduceSum(group, topology), order
 
     def reduce(self, output: Tensor) -> None:
         """Replace ``output`` (1-D) by the mean over all ranks, now or later."""
@@ -260,6 +263,8 @@ class WireAllReduce(ReplicatedReducer):
 
     def _reduce_mean(self, output: Tensor) -> None:
         world_size = self._group.size()
+        if self._order is not None:
+            self._order.begin(f"the all_reduce of {self._name!r}{self.lacking}")
         with self._ledger.timed("all_reduce", self._name, "wire", output.nbytes, world_size) as call:
             scale = self.mean_scale(world_size)
             if world_size > 1:

@@ -62,7 +62,7 @@ GROUP_NAMES = (
 PARAM_NAMES = (
     "sharded_param", "_module_info", "padded_sharded_param_size", "sharded_size", "_sharding_spec",
     "_sharded_param_data", "to_sharded_dtensor", "pin_memory", "_setattr_on_modules", "all_gather_outputs",
-    "reset_sharded_param", "init_all_gather_outputs", "init_unsharded_param",
+    "reset_sharded_param", "init_all_gather_outputs", "init_unsharded_param", "_param_fqn",
     *(("_sharding_spec_by_dtype", "init_dtype_attrs") if _GRADS_STAY_IN_PLACE else ("unsharded_accumulated_grad",)),
 )  # fmt: skip
 
@@ -398,6 +398,17 @@ class FSDPGroupHandle:
                         unsharded.grad = torch.zeros_like(unsharded, dtype=unsharded.grad_dtype)
 
         self._wrap_post_backward(add_zeros)
+
+    def tell_unused_params(self, collective: Any) -> None:
+        """Before each reduction tell ``collective`` by its ``lacking`` which trained parameters have no gradient here:
+        FSDP2 reduces the others, and ranks on which these are not the same would add up different ones."""
+        params = self._inner.fsdp_params
+
+        def tell() -> None:
+            unused = [p._param_fqn for p in params if p.sharded_param.requires_grad and not _has_unsharded_grad(p)]
+            collective.lacking = f" without {', '.join(unused)}" if unused else ""
+
+        self._wrap_post_backward(tell)
 
     def reads_reduced_grads(self, output_dtype: torch.dtype) -> bool:
         """Whether FSDP2 would read a reduction's output, or show it to a hook, right after it."""
