@@ -245,6 +245,7 @@ class Engine(nn.Module):
 
     def _update_parameters(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Close the window, whatever it holds."""
+        self._step_updates = True
         optimizer = self._require_optimizer()
         with self._span("step"), self._reset_on_error(backward=True):
             optimizer.step()
@@ -339,7 +340,6 @@ class Engine(nn.Module):
             if self._step_updates:  # the window is full, or the loader's epoch over
                 break
         if losses and not self._step_updates:
-            self._step_updates = True
             self._update_parameters()  # step() has counted the short window's micro-batches
         return self._mean_over_ranks(_mean_loss(self._components, losses))
 

@@ -250,9 +250,8 @@ def parallelize(
     for name, text in sharded.option_messages.items():
         config.add_note(f"zero_optimization.{name}", text)
     sent, summed = config.communication_data_type, config.data_types.grad_accum_dtype
-    if None not in (sent, summed) and sent != summed and not options.policy.reduces_each_backward:
-        idle = f"idle: sums of a window are in communication_data_type, {sent}; leave that out, or use stage 2"
-        config.add_note("data_types.grad_accum_dtype", idle)
+    if sent and summed not in (None, sent) and not options.policy.reduces_each_backward:
+        config.add_note("data_types.grad_accum_dtype", "idle below stage 2, beside another communication_data_type")
     preflight.check_first_batch(model)
     if device.type == "cpu":
         window.add_listener(MallocThreadCache())

@@ -37,7 +37,7 @@ def _habits(rank: int, world: int, folder: str) -> dict[str, Any]:
         with pytest.raises(ValueError, match="train_batch"):
             call()
     found["short"] = float(engine.train_batch(iter([make_batch(step, 4) for step in range(3)])))
-    assert engine.global_steps == 1 and engine.micro_steps == 3
+    assert engine.global_steps == 1 and engine.micro_steps == 3 and engine.was_step_applied()
     with pytest.raises(StopIteration):
         engine.train_batch(iter([]))
     with pytest.raises(ValueError, match=r"\(inputs, labels\)|another stage"):

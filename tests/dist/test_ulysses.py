@@ -34,7 +34,7 @@ def _with_prefixes(rank: int, world: int, cases: list[SequenceCase]) -> list[str
     import thalweg
 
     model = get_peft_model(build_model("llama"), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    with pytest.raises(ValueError, match="needs PeftModelForCausalLM.forward to take position_ids"):
+    with pytest.raises(ValueError, match=r"needs PeftModelForCausalLM\.forward to take position_ids"):
         thalweg.initialize(model=model, config=make_config(0, 1, 1, 1, sequence_parallel_size=2))
     return find_mismatches(rank, world, cases, 3)
 

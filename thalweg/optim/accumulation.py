@@ -33,7 +33,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from thalweg.config import Config
 from thalweg.device import pin, widest_float
@@ -44,6 +43,7 @@ from thalweg.ops.losses import TargetCountMode
 from thalweg.parallel.tensor.vocab_parallel import VocabParallelLogits
 from thalweg.parallel_dims import ParallelMeshes
 from thalweg.utils.dtypes import HALF_DTYPES
+from thalweg.utils.trees import map_tensors
 
 
 class StepResult:
@@ -455,17 +455,16 @@ def register_loss_scale_hooks(model: nn.Module, window: AccumulationWindow, read
             return (grad * factor[0]).to(grad.dtype)
 
         def enter(tensor: Tensor) -> Tensor:
-            if not (tensor.requires_grad and tensor.is_floating_point()):
-                return tensor
             if isinstance(tensor, VocabParallelLogits):
                 return VocabParallelLogits(enter(tensor.local), tensor.tp_group, tensor.shard_sizes)
             if isinstance(tensor, LazyLogits):  # the model's own loss was made without them
                 tensor.register_hook(scale)
-                return tensor
-            # A hook on the tensor itself would scale once more what comes from a loss that the model has made of it, and
-            # one on a view is passed by where that is changed in place.
-            return with_backward(tensor, Tensor.detach, scale)
+            elif tensor.requires_grad:
+                # A hook on the tensor itself would scale once more what comes from a loss that the model has made of
+                # it, and one on a view is passed by where that is changed in place.
+                return with_backward(tensor, Tensor.detach, scale)
+            return tensor
 
-        return tree_map_only(Tensor, enter, output)
+        return map_tensors(output, enter, in_place=True)
 
     model.register_forward_hook(enter_outputs)

@@ -20,14 +20,17 @@ def iter_tensors(tree: Any) -> Iterator[Tensor]:
             yield from iter_tensors(value)
 
 
-def map_tensors(tree: Any, transform: Callable[[Tensor], Tensor]) -> Any:
-    """The same tree with ``transform`` of each tensor; mappings become dicts."""
+def map_tensors(tree: Any, transform: Callable[[Tensor], Tensor], in_place: bool = False) -> Any:
+    """The same tree with ``transform`` of each tensor; mappings become dicts, or stay what they are (``in_place``)."""
     if isinstance(tree, Tensor):
         return transform(tree)
     if isinstance(tree, Mapping):
-        return {key: map_tensors(value, transform) for key, value in tree.items()}
+        mapped: Any = tree if in_place else dict(tree)
+        for key, value in tree.items():
+            mapped[key] = map_tensors(value, transform, in_place)
+        return mapped
     if isinstance(tree, tuple | list):
-        values = [map_tensors(value, transform) for value in tree]
+        values = [map_tensors(value, transform, in_place) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     return tree
 

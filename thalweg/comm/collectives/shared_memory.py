@@ -68,8 +68,8 @@ BARRIER_TAG = TAG + MAX_DEPTH
 READ_LAG = 2
 
 _DIFFERENT_BRANCHES = (
-    "the ranks took different branches. Run the same modules on every rank in each step, and let the loss depend on the "
-    "same parameters of each, if only times 0"
+    "the ranks took different branches. Run the same modules on every rank in each step, and let the loss depend on "
+    "the same parameters of each, if only times 0"
 )
 
 

@@ -30,9 +30,7 @@ def is_hidden_matrix(param: Tensor, name: str | None = None) -> bool:
     return param.shape[0] < _MIN_EMBEDDING_ASPECT * param.shape[1:].numel()
 
 
-def muon_groups(
-    model: nn.Module, groups: Iterable[Mapping[str, Any]], pp_group: dist.ProcessGroup | None = None
-) -> list[dict[str, Any]]:
+def muon_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]], pp_group: Any = None) -> list[dict[str, Any]]:
     """Return parameter groups for Muon by the modules' types: hidden matrices, and the others.
 
     The others are vectors, biases, what belongs to an ``nn.Embedding``, and the head: the last linear layer whose

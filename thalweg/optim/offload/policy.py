@@ -52,9 +52,9 @@ def may_step_in_backward(config: Config, *, on_cpu: bool) -> bool:
     """Whether updates may run within the backward pass, of ranks that compute on the CPU or not.
 
     Nothing later in a step (clipping) can then change them; nor, in place on the host, is it likely that they must be
-    taken back (as with a loss scale); nor has an outer optimizer to see what they begin with, or a site, or a pipeline's
-    stage with a tied weight, to hear of the others' gradients.  What stops or goes back at a bad gradient has updated
-    nothing by it.
+    taken back (as with a loss scale); nor has an outer optimizer to see what they begin with, or a site, or a
+    pipeline's stage with a tied weight, to hear of the others' gradients.  What stops or goes back at a bad gradient
+    has updated nothing by it.
     """
     if config.health.non_finite != "skip" or config.health.rejects_spikes or config.pipeline.stages != 1:
         return False
