@@ -1,12 +1,10 @@
 """One call of a checkpointed unit whose inputs leave while it runs and come back when it runs again."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +35,7 @@ class OffloadState:
         finally:
             self._thread_state.depth -= 1
 
-    def __deepcopy__(self, memo: Any) -> OffloadState:
+    def __deepcopy__(self, memo: Any) -> Self:
         return self
 
     def __reduce__(self) -> Any:

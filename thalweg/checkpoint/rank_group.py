@@ -6,12 +6,10 @@ What travels is JSON in a uint8 tensor: nothing is unpickled, from a peer no mor
 from a disk.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -30,7 +28,7 @@ class RankGroup:
     group: Any = None
 
     @classmethod
-    def from_group(cls, group: Any = None) -> RankGroup:
+    def from_group(cls, group: Any = None) -> Self:
         """The ranks of ``group``, of the default group when None, or one rank when nothing is initialised."""
         if not dist.is_initialized():
             return cls(0, 1)

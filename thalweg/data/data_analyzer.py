@@ -18,14 +18,12 @@ processes.  ``analysis.json`` says what was analysed; a dataset of another size 
 that are taken from an earlier run are told of, as nothing says that its functions and samples were these.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -50,7 +48,7 @@ class DifficultyIndex:
     values: np.ndarray | None = None
 
     @classmethod
-    def open(cls, index_to_sample_path: str | Path, index_to_metric_path: str | Path | None = None) -> DifficultyIndex:
+    def open(cls, index_to_sample_path: str | Path, index_to_metric_path: str | Path | None = None) -> Self:
         """Map the two files of an index into memory, by DeepSpeed's names of them: ``.npy`` may be left out.
 
         Raises:

@@ -10,10 +10,8 @@ model, an array) stays as it is, even where a module built here uses it.  Buffer
 small ones real, big ones pending.
 """
 
-from __future__ import annotations
-
 import weakref
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +58,7 @@ class RecordMode(TorchDispatchMode):
         self._registration_hooks: list[Any] = []
         self._set_data_mode = _SetDataMode()
 
-    def __enter__(self) -> RecordMode:
+    def __enter__(self) -> Self:
         def on_register(module: nn.Module, name: str, member: object) -> None:  # called in every thread
             if thread_state.num_open_contexts:
                 self._built_modules.add(module)

@@ -4,14 +4,12 @@ A :class:`LaunchSpec` is plain data, so it can travel to another host as JSON; :
 that host's own devices and cores.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from thalweg.launch.cpu_affinity import CpuBinding, assign_cores, cpu_quota, parse_list, physical_cores, usable_cpus
 from thalweg.utils.env import DEVICE_VARIABLE
@@ -46,7 +44,7 @@ class LaunchSpec:
     job_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> LaunchSpec:
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Undo ``dataclasses.asdict`` and JSON."""
         values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
         return cls(**values)

@@ -4,11 +4,9 @@ What a function mode needs to average them over more than one call: ranks that s
 micro-batches that hold different numbers of targets.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +33,7 @@ class LossCall:
         self.reduction: Any = self.arguments["reduction"]
 
     @classmethod
-    def from_call(cls, func: Any, args: Any, kwargs: Any) -> LossCall | None:
+    def from_call(cls, func: Any, args: Any, kwargs: Any) -> Self | None:
         """The call, or None if it is of another function."""
         return cls(func, args, kwargs) if func in _SIGNATURES else None
 

@@ -1,11 +1,9 @@
 """Models of the loops: loaded, adapted, put under ZeRO, scored, and saved whole again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -48,7 +46,7 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.value_head.weight)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, needs_head: bool = False) -> ValueModel:
+    def from_pretrained(cls, path: str | Path, *, needs_head: bool = False) -> Self:
         """Load what :func:`save_model` wrote or Hugging Face's classifier with one label, or give another model a new
         head, which says 0; ValueError where it ``needs_head`` of its own."""
         from safetensors.torch import load_file

@@ -18,15 +18,13 @@ has become (:func:`.losses.importance_weights`)::
     training                   r0           r1           r2
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -94,7 +92,7 @@ class Experience:
     returns: Tensor | None = None
     weights: Tensor | None = None  # of tokens that an older policy drew
 
-    def __getitem__(self, rows: slice) -> Experience:
+    def __getitem__(self, rows: slice) -> Self:
         rollout = self.rollout[rows]
         tables = {
             name: None if (table := getattr(self, name)) is None else table[rows, : rollout.mask.shape[1]]

@@ -128,7 +128,8 @@ class RolloutRanks:
     def generate(self, model: nn.Module, max_model_len: int) -> None:
         """Generate sequences of up to so many tokens until the others :meth:`close`; the model's own values are
         dropped."""
-        hybrid, sizes = None, {"tensor_parallel_size": self.tensor_parallel_size, "max_model_len": max_model_len}
+        sizes: dict[str, Any] = {"tensor_parallel_size": self.tensor_parallel_size, "max_model_len": max_model_len}
+        hybrid = None
         while (dtype := self._receive(0)) is not None:
             if hybrid is None:
                 actor: Any = _RemoteActor(self, model, dtype)

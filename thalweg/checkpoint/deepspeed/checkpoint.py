@@ -5,12 +5,10 @@ box is read out of the file that its fragment lies in.  So a load takes the way 
 model first, each rank its own boxes, all ranks or none.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -39,7 +37,7 @@ class ForeignCheckpoint(Checkpoint):
         self._folder = folder
 
     @classmethod
-    def from_path(cls, path: Path, *, io: FileSystem | None = None) -> ForeignCheckpoint:
+    def from_path(cls, path: Path, *, io: FileSystem | None = None) -> Self:
         """Open the one directory ``path``, or raise ``CorruptCheckpointError``."""
         io = io or FileSystem()
         return cls(path, DeepSpeedFolder(io, path), io)

@@ -5,14 +5,12 @@ values of ``_PLAIN``, and stand-ins for DeepSpeed's own classes (:class:`InertOb
 that names it.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import pathlib
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy
 import torch
@@ -27,7 +25,7 @@ class InertObject:
 
     args: tuple[Any, ...]
 
-    def __new__(cls, *args: Any) -> InertObject:
+    def __new__(cls, *args: Any) -> Self:
         self = super().__new__(cls)
         self.args = args
         return self

@@ -25,8 +25,6 @@ private as it becomes the sharded gradient.  Each post carries a tag of the modu
 ranks that reduce different modules find out at once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 import os
@@ -39,7 +37,7 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -102,7 +100,7 @@ class SharedMemoryArena:
         self.post(PID, os.getpid())
 
     @classmethod
-    def create(cls, group: dist.ProcessGroup, num_bytes: int, *, timeout: float = 1800.0) -> SharedMemoryArena | None:
+    def create(cls, group: dist.ProcessGroup, num_bytes: int, *, timeout: float = 1800.0) -> Self | None:
         """Map an arena with room for ``num_bytes`` of buffers; collective over ``group``.
 
         A rank that could have mapped it and did not says why in the log.

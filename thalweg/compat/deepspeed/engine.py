@@ -60,7 +60,7 @@ class DeepSpeedEngine(Engine):
         super().__init__(components, config, loader)
         self._raw_config: dict[str, Any] = {}
         self._batch_feed.ends_windows = False  # one goes on with the next epoch's batches
-        self._loader = PositionedLoader() if loader is None else loader
+        self._loader: Any = PositionedLoader() if loader is None else loader
         self._training_state.load_position = None if loader is None else self._load_position
         self.set_batch_fn(lambda batch: batch)
         self.is_compiled, self._last_save_dir = False, ""

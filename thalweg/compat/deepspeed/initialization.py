@@ -96,7 +96,7 @@ def initialize(
         )
     check_process_group(dist_init_required)
     with raising_deepspeed_errors():
-        resolved = _load_with_defaults(given[0], mpu)
+        resolved: Any = _load_with_defaults(given[0], mpu)
         _refuse_as_asked(resolved, optimizer)
         kind = DeepSpeedHybridEngine if resolved.hybrid_engine.enabled else DeepSpeedEngine
         user_args: dict[str, Any] = {"optimizer": optimizer, "model_parameters": model_parameters}

@@ -9,14 +9,12 @@ alone.  Nothing is written onto a parameter: its class becomes one of four here,
     gathered         GatheredView   within ``GatheredParameters`` and from ``all_gather()`` to ``partition()``
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from itertools import count
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -188,7 +186,7 @@ class DeepSpeedInit(Init):
     """``zero.Init`` as Hugging Face uses it: the process group exists within it, for its loaders ask for ranks, and
     after it parameters have ``ds_status`` and the other names."""
 
-    def __enter__(self) -> DeepSpeedInit:
+    def __enter__(self) -> Self:
         if self.enabled:
             init_distributed()
         super().__enter__()

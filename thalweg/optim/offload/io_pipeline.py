@@ -31,13 +31,11 @@ Invariant: a tensor that begins on a page boundary of the swap file owns the pag
 page belongs to two chunks, and neighbours in the file can be read and written in one transfer.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -119,11 +117,11 @@ class ParamSlice:
         nbytes = (self.stop - self.start) * step_tensor.tensor.itemsize
         return buffer[offset : offset + nbytes].view(step_tensor.tensor.dtype)
 
-    def subslice(self, start: int, stop: int) -> ParamSlice:
+    def subslice(self, start: int, stop: int) -> Self:
         """A part of it, where its operands lie."""
         step_tensors, skipped = self.param_step.step_tensors, start - self.start
         offsets = {name: at + skipped * step_tensors[name].tensor.itemsize for name, at in self.buffer_offsets.items()}
-        return ParamSlice(self.param_step, start, stop, offsets)
+        return replace(self, start=start, stop=stop, buffer_offsets=offsets)
 
 
 @dataclass

@@ -1,13 +1,11 @@
 """What a model is fed with: the shapes of one micro-batch, found from its signature and its config."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +48,7 @@ class InputSpec:
                 return spec.shape[0] * spec.shape[1]
         return specs[0].shape[0] if specs and specs[0].shape else 1
 
-    def with_batch_size(self, batch_size: int, current_batch_size: int) -> InputSpec:
+    def with_batch_size(self, batch_size: int, current_batch_size: int) -> Self:
         """The same inputs for micro-batches of ``batch_size`` instead of ``current_batch_size``: the first dimension of
         every tensor is resized, but for those of 1, which all rows share.
 
@@ -68,7 +66,7 @@ class InputSpec:
                 return leaf
             return replace(leaf, shape=(leaf.shape[0] * batch_size // current_batch_size, *leaf.shape[1:]))
 
-        return InputSpec(tree_map(resize, self.args), tree_map(resize, self.kwargs))
+        return replace(self, args=tree_map(resize, self.args), kwargs=tree_map(resize, self.kwargs))
 
     def make_random(self, generator: torch.Generator | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with random tensors of these shapes: normal ones, and integers below ``high``."""

@@ -1,10 +1,8 @@
 """What the plan must know of a run besides the model; made from a resolved config."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -43,7 +41,7 @@ class RankTopology:
         """Ranks in all."""
         return self.num_nodes * self.ranks_per_node
 
-    def group_leaders(self, group_size: int) -> RankTopology:
+    def group_leaders(self, group_size: int) -> Self:
         """One rank of each group of ``group_size`` neighbours."""
         if self.ranks_per_node % group_size == 0:
             return replace(self, ranks_per_node=self.ranks_per_node // group_size)

@@ -594,7 +594,7 @@ class FSDPParamHandle:
 def _cast_on_arrival(
     param: Any,
     to_sharded_dtensor: Callable[[Tensor], DTensor],
-    sums: dict[Any, DTensor],
+    sums: dict[Any, Any],
     arriving: ArrivingGrads,
     tensor: Tensor,
 ) -> DTensor:
