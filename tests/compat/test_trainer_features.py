@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from functools import partial
@@ -161,7 +162,7 @@ def _prepare_loaded(rank: int, world: int, folder: str) -> None:
     import torch
 
     prepare_rank()
-    import deepspeed  # type: ignore[import-not-found]
+    deepspeed = importlib.import_module("deepspeed")
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
