@@ -7,6 +7,8 @@ from torch import nn
 from thalweg.compression import init_student
 from thalweg.config import load
 
+recursive_getattr, recursive_setattr = nn.Module.get_submodule, nn.Module.set_submodule
+
 
 def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Any) -> None:
     """Fill a student with the layers of its teacher that ``layer_reduction`` names."""

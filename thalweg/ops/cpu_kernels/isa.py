@@ -57,7 +57,7 @@ class Isa:
             return target.create_target_machine(features=",".join(f"+{x}" for x in sorted(self.features)), opt=3)
         features = llvm.get_host_cpu_features()
         for name in features:
-            if self.lanes < 16 and name.startswith(("avx512", "avx10", "amx")):
+            if self.lanes < 16 and name.startswith(("avx512", "avx10", "amx", "avxvnni")):
                 features[name] = False
         features.update(dict.fromkeys(self.features, True))  # code that is not for this processor can be looked at
         target = llvm.Target.from_triple(self.triple)
