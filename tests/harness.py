@@ -20,6 +20,7 @@ Tests that look into the simulated device itself say ``device="simulated"`` and 
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import multiprocessing.forkserver
@@ -137,6 +138,7 @@ def _enter_rank(rank: int, world_size: int, device: str) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
+    faulthandler.enable(_fault_file(os.getpid()).open("w"))
     # A rank's own children (a loader's workers) are forked as in a user's job.  By default they would come from another
     # server, which would first import all that this one has.
     multiprocessing.set_start_method("fork", force=True)
@@ -392,6 +394,12 @@ def _end(processes: list[Any]) -> None:
         if process.is_alive():
             process.kill()
         process.join()
+        _fault_file(process.pid).unlink(missing_ok=True)
+
+
+def _fault_file(pid: int) -> Path:
+    """Where a rank's process says what its threads were at when a signal of the kernel's ended it."""
+    return Path(tempfile.gettempdir(), f"thalweg-fault-{pid}")
 
 
 def _collect_results(processes: list[Any], results: Any, world_size: int, timeout: float) -> list[Any]:
@@ -407,7 +415,9 @@ def _collect_results(processes: list[Any], results: Any, world_size: int, timeou
             dead = [i for i, p in enumerate(processes) if not p.is_alive() and i not in finished]
             for rank in dead:
                 if processes[rank].exitcode not in (0, 1):
-                    errors[rank] = f"rank {rank} died with exit code {processes[rank].exitcode}"
+                    file = _fault_file(processes[rank].pid)
+                    stacks = file.read_text(errors="replace") if file.exists() else ""
+                    errors[rank] = f"rank {rank} died with exit code {processes[rank].exitcode}\n{stacks}"
             if time.monotonic() > deadline or (grace is not None and time.monotonic() > grace):
                 break
         else:

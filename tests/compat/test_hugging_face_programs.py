@@ -112,7 +112,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run_plain(program: str, folder: Path, *arguments: str, **environ: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    _call([*command, str(PROGRAMS / program), *arguments], folder, _environ(folder, **environ))
+    programs = [str(PROGRAMS / "ends_group.py"), str(PROGRAMS / program)]
+    _call([*command, *programs, *arguments], folder, _environ(folder, **environ))
 
 
 def _run_deepspeed(program: str, folder: Path, *arguments: str) -> None:
