@@ -70,9 +70,11 @@ class Stream:
     """A stream of a device, by default of the current one."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        kind = torch.accelerator.current_accelerator()
-        index = 0 if kind is None else torch.accelerator.current_device_index()
-        self.device = device or torch.device("cpu" if kind is None else kind.type, None if kind is None else index)
+        if device is None:
+            kind = torch.accelerator.current_accelerator(check_available=True)
+            index = 0 if kind is None else torch.accelerator.current_device_index()
+            device = torch.device("cpu") if kind is None else torch.device(kind.type, index)
+        self.device = device
 
 
 @contextlib.contextmanager
