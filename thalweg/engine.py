@@ -230,7 +230,7 @@ class Engine(nn.Module):
                 error.add_note("gradients of gradients (create_graph=True) need parameters that stay: set stage 2")
             self._components.sharded.reset_iteration_state()
             if backward:
-                Engine.zero_grad(self)  # under the alias the public one lets the window go on
+                self._restart_window()
             raise
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -311,6 +311,9 @@ class Engine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients and begin a new window."""
+        self._restart_window()
+
+    def _restart_window(self) -> None:
         self._window.restart()
         self._drop_gradients()
 
@@ -671,7 +674,7 @@ class Engine(nn.Module):
                 "custom_load_fn is not supported: tensors are read one by one into this layout's shards, so there is "
                 "no whole state dict to hand to it; thalweg.checkpoint.Checkpoint.open(DIR).read(NAME) reads a tensor"
             )
-        Engine.zero_grad(self)
+        self._restart_window()
         self._batch_feed.rewind()
         what = {"load_optimizer": load_optimizer_states, "load_lr_scheduler": load_lr_scheduler_states}
         return self._training_state.load(load_dir, tag, strict=load_module_strict, module_only=load_module_only, **what)
@@ -695,7 +698,7 @@ class Engine(nn.Module):
         Raises:
             CheckpointError: an asynchronous save has failed, and nobody was told yet.
         """
-        Engine.zero_grad(self)
+        self._restart_window()
         if self._config.comms_logger.enabled:
             _log.info("communication\n%s", self.log_communication())
         for listener in self._window.listeners:
