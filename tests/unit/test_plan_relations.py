@@ -99,6 +99,16 @@ def test_relations_between_plans(
     assert total({**states, "offload_param": {"device": "cpu"}}) <= away
 
 
+def test_the_gradient_of_an_encoders_output_gathers_nothing_a_second_time() -> None:
+    """FSDP2 looks ahead once a forward pass: at its peak, the embedding's gradient, stage 3 has what stage 2 has."""
+    model = {"model_type": "t5", "d_model": 32, "d_ff": 32, "d_kv": 16, "num_layers": 3, "num_heads": 2}
+    model |= {"vocab_size": 20000, "decoder_start_token_id": 0}
+    config = {"optimizer": {"type": "SGD"}, "bf16": {"enabled": True}, "gradient_accumulation_steps": 2}
+    config |= {"train_micro_batch_size_per_gpu": 1, "activation_checkpointing": {"policy": "full"}}
+    second, third = (ask(model, config | {"zero_optimization": {"stage": stage}}, 1, 4, 16) for stage in (2, 3))
+    assert third.per_rank.gathered == second.per_rank.gathered > 20000 * 32 * 2
+
+
 def test_a_plan_names_parameters_with_fewer_rows_than_ranks() -> None:
     """Four experts on 16 ranks: a rank holds an expert or nothing; on 4, or with 16, all hold the same."""
     shape = {"model_type": "qwen2_moe", "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 3}

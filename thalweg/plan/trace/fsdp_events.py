@@ -51,7 +51,7 @@ class FsdpUnitEvents:
     def __init__(self, source: FsdpEventSource, info: UnitInfo, params: list[nn.Parameter]) -> None:
         self.source, self.info, self.params = source, info, params
         self.gathered_ids: list[int] = []
-        self.prefetched_id = 0
+        self.prefetched_id = self.num_forwards = 0
         self.is_paged_in = False
         self.accumulated_grads: dict[int, Tensor] = {}
 
@@ -75,6 +75,7 @@ class FsdpUnitEvents:
             self.reshard()
         if not self.info.name:
             self.source.keep_gather_output(0)
+        self.num_forwards += 1
         needs_unshard = self.source.uses_collectives or self.is_paged
         for leaf in tree_flatten(output)[0]:
             if isinstance(leaf, Tensor) and leaf.requires_grad and needs_unshard:
@@ -86,7 +87,11 @@ class FsdpUnitEvents:
 
     def pre_backward(self, grad: Tensor) -> None:
         self.unshard()
-        self.source.prefetch_previous(self)
+        # FSDP2 looks ahead once a forward pass.  The gradient of a second output (what an encoder gives beside the
+        # logits) comes when the unit before has long been used: gathered again, it would stay until the pass ends.
+        if self.num_forwards:
+            self.num_forwards -= 1
+            self.source.prefetch_previous(self)
 
     def unshard(self, is_forward: bool = False) -> None:
         source, recorder = self.source, self.source.recorder
@@ -216,5 +221,5 @@ class FsdpEventSource:
             unit.post_backward()
             if unit.prefetched_id:
                 self.recorder.record_free(unit.prefetched_id)
-                unit.prefetched_id = 0
+            unit.prefetched_id = unit.num_forwards = 0
         self.release_reduce_input()
