@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from thalweg.parallel.pipeline.schedules.simulate import ActionCosts
 from thalweg.parallel.pipeline.split_model import without_cache
 from thalweg.utils.trees import iter_tensors
 
-_NUM_REPEATS = 3
+_NUM_ROUNDS, _SECONDS = 3, 0.5  # at least
 
 
 @dataclass(frozen=True)
@@ -50,18 +51,16 @@ def stage_costs(block_costs: Sequence[BlockCost], stage_ranges: Sequence[range])
 def profile_blocks(model: nn.Module, list_name: str, batch: Mapping[str, Any]) -> list[BlockCost]:
     """The cost of each block of the ``ModuleList`` named ``list_name``; the last one's includes the exit."""
     modules, batch = list(model.get_submodule(list_name).children()), {**without_cache(type(model).forward), **batch}
-    calls: list[CallArgs] = []
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     record_call = lambda module, args, kwargs: calls.append((args, kwargs))
     with torch.no_grad(), ExitStack() as hooks:
         for module in modules:
             hooks.enter_context(module.register_forward_pre_hook(record_call, prepend=True, with_kwargs=True))
         model(**batch)
-    block_costs = [
-        _measure_call(module, lambda module=module, call=call: module(*call[0], **call[1]))
-        for module, call in zip(modules, (_detach_hidden(call) for call in calls[: len(modules)]), strict=True)
-    ]
-    model_cost = _measure_call(model, lambda: model(**batch))
+    pairs = zip(modules, calls[: len(modules)], strict=True)
+    parts: list[Part] = [(module, partial(_call_detached, module, *call)) for module, call in pairs]
+    *block_costs, model_cost = _measure([*parts, (model, partial(model, **batch))])
     for key in ("forward", "backward", "saved_bytes"):
         remaining = max(0, getattr(model_cost, key) - sum(getattr(cost, key) for cost in block_costs))
         block_costs[-1] = replace(block_costs[-1], **{key: getattr(block_costs[-1], key) + remaining})
@@ -69,36 +68,42 @@ def profile_blocks(model: nn.Module, list_name: str, batch: Mapping[str, Any]) -
     return block_costs
 
 
-CallArgs = tuple[tuple[Any, ...], dict[str, Any]]
+Part = tuple[nn.Module, Callable[[], Any]]  # and how it is called
 
 
-def _detach_hidden(call: CallArgs) -> CallArgs:
+def _call_detached(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same call, its hidden tensor beginning a graph of its own."""
 
     def leaf(key: Any, value: Any) -> Any:
         is_hidden = key in (0, "hidden_states") and isinstance(value, Tensor)
         return value.detach().requires_grad_(value.is_floating_point()) if is_hidden else value
 
-    args, kwargs = call
-    return tuple(leaf(i, value) for i, value in enumerate(args)), {key: leaf(key, v) for key, v in kwargs.items()}
+    return module(*(leaf(i, value) for i, value in enumerate(args)), **{key: leaf(key, v) for key, v in kwargs.items()})
 
 
-def _measure_call(module: nn.Module, call: Callable[[], Any]) -> BlockCost:
+def _measure(parts: Sequence[Part]) -> list[BlockCost]:
+    """The fastest of some rounds over all parts: what else the machine does comes, goes, and only adds to a time."""
+    nbytes = [_count_bytes(*part) for part in parts]
+    rounds, deadline = list[list[tuple[float, float]]](), time.perf_counter() + _SECONDS
+    while len(rounds) < _NUM_ROUNDS or time.perf_counter() < deadline:
+        rounds.append([_time_forward_backward(call) for _, call in parts])
+    by_part = (zip(*times, strict=True) for times in zip(*rounds, strict=True))
+    return [BlockCost(min(fw), min(bw), *sizes) for (fw, bw), sizes in zip(by_part, nbytes, strict=True)]
+
+
+def _count_bytes(module: nn.Module, call: Callable[[], Any]) -> tuple[int, int]:
+    """Of what autograd saves, and of parameters."""
     saved: dict[int, int] = {}
     parameter_storages = {p.untyped_storage().data_ptr() for p in module.parameters()}
 
     def record_saved(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameter_storages:
+        if (storage := tensor.untyped_storage()).data_ptr() not in parameter_storages:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(record_saved, lambda tensor: tensor):
         _time_forward_backward(call)
-    times = [_time_forward_backward(call) for _ in range(_NUM_REPEATS)]
-    forward, backward = (sorted(column)[_NUM_REPEATS // 2] for column in zip(*times, strict=True))
-    parameter_bytes = sum(p.nbytes for p in module.parameters())
-    return BlockCost(forward, backward, sum(saved.values()), parameter_bytes)
+    return sum(saved.values()), sum(p.nbytes for p in module.parameters())
 
 
 def _time_forward_backward(call: Callable[[], Any]) -> tuple[float, float]:
