@@ -129,6 +129,10 @@ class _RunReport:
             budget = durations.load()[self._kind]
             self._failures += durations.find_exceeded(self._seconds, budget) if budget else []
             self._notes += [] if budget else [_NO_BUDGET]
+            times = durations.slowness(self._seconds, budget)
+            self._notes += (
+                [f"most files took {times:.1f} times their seconds of tests/durations.json"] if times > 1.5 else []
+            )
         if self._save and session.exitstatus == pytest.ExitCode.OK:
             durations.save(self._kind, self._seconds)
         if self._failures and session.exitstatus == pytest.ExitCode.OK:

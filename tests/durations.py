@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 
 PATH = Path(__file__).with_name("durations.json")
 FACTOR, MARGIN_SECONDS = 3.0, 20.0  # what a busy machine and a new test may cost
@@ -31,12 +32,21 @@ def save(kind: str, seconds: Mapping[str, float]) -> None:
     PATH.write_text(json.dumps(kinds, indent=1) + "\n")
 
 
+def slowness(measured: Mapping[str, float], budget: Mapping[str, float]) -> float:
+    """How many times their seconds most files took (at least 1): a slow machine is slow for all alike."""
+    known = [measured[name] / seconds for name, seconds in budget.items() if seconds >= 5 and measured.get(name)]
+    return max(1.0, median(known)) if len(known) >= 5 else 1.0
+
+
 def find_exceeded(measured: Mapping[str, float], budget: Mapping[str, float]) -> list[str]:
-    """A line for each file that took more than ``FACTOR`` times its budget and ``MARGIN_SECONDS`` on top."""
+    """A line for each file that took more than ``FACTOR`` times its budget and ``MARGIN_SECONDS`` on top, where most
+    files took theirs."""
+    times = slowness(measured, budget)
     return [
         f"{name}: {seconds:.0f} s of a budget of {budget.get(name, 0.0):.0f} s"
+        + (f" (most files took {times:.1f} times theirs)" if times > 1 else "")
         for name, seconds in sorted(measured.items())
-        if seconds > FACTOR * budget.get(name, 0.0) + MARGIN_SECONDS
+        if seconds > times * (FACTOR * budget.get(name, 0.0) + MARGIN_SECONDS)
     ]
 
 
