@@ -84,10 +84,7 @@ def run(args: argparse.Namespace) -> int:
         return _launch(nproc)
     from thalweg.rlhf.steps import run_all, run_step
 
-    if args.step == "all":
-        model = run_all(options, algorithm, args.only, **flags)
-    else:
-        model = run_step(args.step, config)
+    model = run_all(options, algorithm, args.only, **flags) if args.step == "all" else run_step(args.step, config)
     if os.environ.get("RANK", "0") == "0":
         print(model)
     return 0

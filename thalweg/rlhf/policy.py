@@ -170,11 +170,9 @@ class GRPOTrainer:
         which responses would have to be generated ahead."""
         experience, metrics = self.collect(last=last)
         self._num_micro_batches = 0
-        updates: list[dict[str, float]] = []
         rows = len(experience.rollout) // self.config.num_mini_batches
-        for _ in range(self.config.ppo_epochs):
-            for first in range(0, len(experience.rollout), rows):
-                updates.append(self.update(experience[first : first + rows]))
+        firsts = range(0, len(experience.rollout), rows)
+        updates = [self.update(experience[i : i + rows]) for _ in range(self.config.ppo_epochs) for i in firsts]
         metrics |= {key: sum(each[key] for each in updates) / len(updates) for key in updates[0]}
         if self.ema is not None:
             models.update_ema(self.ema, self.actor, self.config.ema_decay)

@@ -435,12 +435,17 @@ class FSDPGroupHandle:
         self.set_backward_flags(True, True)
         self._inner.post_backward()
         self._inner.finalize_backward()
-        if hasattr(self._inner.comm_ctx, "reduce_scatter_states"):
-            self._inner.comm_ctx.reduce_scatter_states.clear()
-        else:  # torch 2.11 keeps one
-            self._inner.comm_ctx.reduce_scatter_state = None
+        self.free_reduced()
         self._inner._training_state = type(self._inner._training_state).IDLE
         return True
+
+    def free_reduced(self) -> None:
+        """Wait for the reductions before, and let go of what they read."""
+        comm_ctx = self._inner.comm_ctx
+        for state in getattr(comm_ctx, "reduce_scatter_states", ()):
+            if state.event is not None:
+                self._inner.device_handle.current_stream().wait_event(state.event)
+        comm_ctx.reduce_scatter_states, comm_ctx.reduce_scatter_state = [], None  # 2.11 keeps one
 
     def clear_unsharded_grads(self) -> None:
         """Forget gradients that were kept unsharded."""
@@ -686,6 +691,8 @@ def lazy_init(root: Any, dtypes: tuple[torch.dtype, torch.dtype] | None = None) 
             assert param.gathers_what_is_updated, f"FSDP2 has copied the shard of a parameter of {group.name!r}"
             param.gather_integers_uncast()
             param.set_grad_dtype()
+        if torch.__version__.startswith("2.12."):  # whose loop's last value is alive until the next reduction is done
+            group._wrap_post_backward(group.free_reduced)
         if dtypes is not None:
             group.support_unfreezing(*dtypes)
 
@@ -796,7 +803,7 @@ def reset_iteration_state(root: Any) -> None:
             inner._training_state = type(inner._training_state).IDLE
             inner._to_sharded()
         comm_ctx.post_forward_order.clear()
-        comm_ctx.reduce_scatter_state = comm_ctx.all_gather_state = None
+        comm_ctx.reduce_scatter_states, comm_ctx.reduce_scatter_state, comm_ctx.all_gather_state = [], None, None
         for each in context.all_states:
             each._modules_to_run_forward.clear()
             each._training_state = type(each._training_state).IDLE
