@@ -130,9 +130,8 @@ class _RunReport:
             self._failures += durations.find_exceeded(self._seconds, budget) if budget else []
             self._notes += [] if budget else [_NO_BUDGET]
             times = durations.slowness(self._seconds, budget)
-            self._notes += (
-                [f"most files took {times:.1f} times their seconds of tests/durations.json"] if times > 1.5 else []
-            )
+            if times > 1.5:
+                self._notes.append(f"most files took {times:.1f} times their seconds of tests/durations.json")
         if self._save and session.exitstatus == pytest.ExitCode.OK:
             durations.save(self._kind, self._seconds)
         if self._failures and session.exitstatus == pytest.ExitCode.OK:

@@ -44,7 +44,6 @@ def find_exceeded(measured: Mapping[str, float], budget: Mapping[str, float]) ->
     times = slowness(measured, budget)
     return [
         f"{name}: {seconds:.0f} s of a budget of {budget.get(name, 0.0):.0f} s"
-        + (f" (most files took {times:.1f} times theirs)" if times > 1 else "")
         for name, seconds in sorted(measured.items())
         if seconds > times * (FACTOR * budget.get(name, 0.0) + MARGIN_SECONDS)
     ]
