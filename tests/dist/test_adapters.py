@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench._plan_worker import proc_status_mib
+from tests.dist.test_plan import CODE_MIB
 from tests.harness import run_ranks
 from tests.marks import nightly
 from tests.unit.infer_models import tiny_decoder
@@ -468,7 +470,10 @@ LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
 
 
 def _local_bytes(tensors: Any) -> int:
-    return sum(t.to_local().nbytes if hasattr(t, "to_local") else t.nbytes for t in tensors)
+    """What this rank holds of them; of a weight in few bits its codes and scales, not the numbers that it shows."""
+    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    parts = [(t.codes, t.scales) if isinstance(t, QuantizedWeight) else (t,) for t in local]
+    return sum(part.nbytes for of in parts for part in of)
 
 
 def _measure(rank: int, world: int, place: str, weight_format: str) -> dict[str, tuple[int, int]]:
@@ -493,7 +498,7 @@ def _measure(rank: int, world: int, place: str, weight_format: str) -> dict[str,
     thalweg.plan(model, config, batch=batch, process_bytes=0, **sizes)  # loads 40 MiB of modules, as initialize() would
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what quantising has left behind is not the run's
-    base = int(resident_mib() * 2**20) - _local_bytes(model.parameters())
+    base, code = int(resident_mib() * 2**20) - _local_bytes(model.parameters()), proc_status_mib()["RssFile"]
     planned = thalweg.plan(model, config, batch=batch, process_bytes=base, **sizes)
     Path("/proc/self/clear_refs").write_text("5")
     engine, *_ = thalweg.initialize(model=model, config=config)
@@ -501,7 +506,7 @@ def _measure(rank: int, world: int, place: str, weight_format: str) -> dict[str,
     for _ in range(2):
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
-    peak = int(resident_mib(peak=True) * 2**20)
+    peak = int((resident_mib(peak=True) - (proc_status_mib()["RssFile"] - code) + CODE_MIB) * 2**20)
     state: Any = engine.optimizer.inner.state  # type: ignore[union-attr]
     found = {
         "parameters": (_local_bytes(engine.module.parameters()), planned.per_rank.parameters),
@@ -519,14 +524,14 @@ def _measure(rank: int, world: int, place: str, weight_format: str) -> dict[str,
 @pytest.mark.nightly
 @pytest.mark.parametrize("world", [2, 4])
 def test_rows_21_22_lora_on_a_base_in_few_bits_over_tensor_ranks_against_its_plan(world: int) -> None:
-    """What rests is what was planned; the peak of a process within 10%.  A rank's is 598 to 640 MiB (of 40 measured;
-    646, which is too much, in one run beside others) for 585: holes in glibc's heap, which differ from rank to rank and
-    turn to turn, while tensors are the same."""
+    """What rests is what was planned; a process's peak is at most 1.05 of its plan (row 21), the plan at most 1.1 of
+    the peak (row 22).  It is 0.94 to 1.03 of the plan: holes in glibc's heap differ from turn to turn."""
     for found in run_ranks(_measure, world, "host", "nf4", reuse=False):
         for tier in ("parameters", "optimizer"):
             held, planned = found[tier]
             assert held == pytest.approx(planned, rel=0.02), (tier, found)
         peak, planned = found["peak"]
-        assert 0.95 * planned <= peak <= 1.1 * planned, found
+        assert planned <= 1.1 * peak, found
+        assert peak <= 1.05 * planned, found
         peak, planned = found["without activations"]
-        assert peak > 1.1 * planned  # the control: what such a plan would miss is seen
+        assert peak > 1.05 * planned  # the control: what such a plan would miss is seen
