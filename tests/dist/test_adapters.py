@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench._plan_worker import proc_status_mib
-from tests.dist.test_plan import CODE_MIB
+from tests.dist.test_plan import peak_mib
 from tests.harness import run_ranks
 from tests.marks import nightly
 from tests.unit.infer_models import tiny_decoder
@@ -123,7 +123,7 @@ def test_row45_adapters_on_a_sharded_base_in_few_bits_train_as_in_one_process(
     assert gap(lora) < 1e-4 < 1e-3 < gap(train_plain(make_model(weight_format), lr=1.2 * LR)[1])
     model = make_model(weight_format)
     weights = [m.weight for m in model.modules() if isinstance(getattr(m, "weight", None), QuantizedWeight)]
-    whole = sum(w.codes.nbytes + w.scales.nbytes for w in weights)
+    whole = _local_bytes(weights)
     if place == "stage 3":  # each rank's part of the codes; a row that two ranks cannot share is padded
         codes = [sum(size for name, size in found["held"].items() if ".original" in name) for found in results]
         assert max(codes) <= whole / 2 * 1.02
@@ -506,7 +506,7 @@ def _measure(rank: int, world: int, place: str, weight_format: str) -> dict[str,
     for _ in range(2):
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
-    peak = int((resident_mib(peak=True) - (proc_status_mib()["RssFile"] - code) + CODE_MIB) * 2**20)
+    peak = int(peak_mib(code) * 2**20)
     state: Any = engine.optimizer.inner.state  # type: ignore[union-attr]
     found = {
         "parameters": (_local_bytes(engine.module.parameters()), planned.per_rank.parameters),
@@ -524,14 +524,13 @@ def _measure(rank: int, world: int, place: str, weight_format: str) -> dict[str,
 @pytest.mark.nightly
 @pytest.mark.parametrize("world", [2, 4])
 def test_rows_21_22_lora_on_a_base_in_few_bits_over_tensor_ranks_against_its_plan(world: int) -> None:
-    """What rests is what was planned; a process's peak is at most 1.05 of its plan (row 21), the plan at most 1.1 of
-    the peak (row 22).  It is 0.94 to 1.03 of the plan: holes in glibc's heap differ from turn to turn."""
+    """What rests is what was planned; the peak of a process within 5%.  It is 0.92 to 1.03 of the plan (of 50 measured;
+    5 are below 0.95, which is too little): holes in glibc's heap differ from rank to rank and turn to turn."""
     for found in run_ranks(_measure, world, "host", "nf4", reuse=False):
         for tier in ("parameters", "optimizer"):
             held, planned = found[tier]
             assert held == pytest.approx(planned, rel=0.02), (tier, found)
         peak, planned = found["peak"]
-        assert planned <= 1.1 * peak, found
-        assert peak <= 1.05 * planned, found
+        assert 0.95 * planned <= peak <= 1.05 * planned, found
         peak, planned = found["without activations"]
-        assert peak > 1.05 * planned  # the control: what such a plan would miss is seen
+        assert peak > 1.1 * planned  # the control: what such a plan would miss is seen

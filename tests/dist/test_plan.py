@@ -279,6 +279,13 @@ class _LiveMemory(TorchDispatchMode):
 CODE_MIB = 41
 
 
+def peak_mib(code_before: float) -> float:
+    """The most that this process has held, with the code that it has read since it held ``code_before`` as CODE_MIB."""
+    from thalweg.observe.flops import resident_mib
+
+    return resident_mib(peak=True) - (proc_status_mib()["RssFile"] - code_before) + CODE_MIB
+
+
 @mock.patch("mmap.mmap", _Mapping)
 def _offloaded(rank, world_size, zero):
     """(peak, planned peak, most that was alive in a later step, the same as the kernel has it) in MiB of one job."""
@@ -298,7 +305,7 @@ def _offloaded(rank, world_size, zero):
     engine, *_ = thalweg.initialize(model=model, config=config)
     del model
     train(engine, 3, 1, rank)
-    peak = resident_mib(peak=True) - (proc_status_mib()["RssFile"] - code) + CODE_MIB
+    peak = peak_mib(code)
     with _LiveMemory() as live:
         train(engine, 1, 1, rank)
     engine.close()
